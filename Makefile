@@ -1,6 +1,6 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
-# make test-long   the same with every case and five times the examples
+# make test-long   the same with every case and ten times the examples
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
 # make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension

@@ -26,11 +26,11 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.compression.methods.token2chunk import choose
 from kvllm.config import EngineConfig
-from kvllm.models.config import load_model_config
+from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import Hardware
-from kvllm.simulation.simulate import Outcome, simulate
-from kvllm.stats import EngineStats
+from kvllm.simulation.simulate import simulate
+from kvllm.simulation.workload import Lengths
 
 DTYPE = "bfloat16"
 SHAPE = "50m"
@@ -51,7 +51,6 @@ CHUNK = 2048
 CHUNKS = 4
 WINDOW = 768
 SMALL_WINDOW = 36
-COUNTS = ("steps", "preemptions", "windows_compressed")
 
 
 def best_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
@@ -73,20 +72,15 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / best_seconds(lambda: a @ b)
 
 
-def score_times(heads: int, kv_heads: int, head_dim: int) -> tuple[float, float, float]:
-    """Seconds to score and select from a window of WINDOW KV pairs; and to score one, and to select from one, that are
-    so small that their time is overhead."""
-
-    def seconds(window: int) -> tuple[float, float]:
-        queries = torch.randn(1, heads, window, head_dim, dtype=torch.bfloat16)
-        keys = torch.randn(1, kv_heads, window, head_dim, dtype=torch.bfloat16)
-        scores = kara.scores(queries, keys, buffer=0)
-        return (
-            best_seconds(lambda: kara.scores(queries, keys, buffer=0)),
-            best_seconds(lambda: choose(scores, retain=window // 3, buffer=0, chunk_budget=8, max_chunk=8)),
-        )
-
-    return sum(seconds(WINDOW)), *seconds(SMALL_WINDOW)
+def score_times(model: ModelConfig, window: int) -> tuple[float, float]:
+    """Seconds to score a window of KV pairs, and to select from it."""
+    queries = torch.randn(1, model.num_query_heads, window, model.head_dim, dtype=torch.bfloat16)
+    keys = torch.randn(1, model.num_kv_heads, window, model.head_dim, dtype=torch.bfloat16)
+    scores = kara.scores(queries, keys, buffer=0)
+    return (
+        best_seconds(lambda: kara.scores(queries, keys, buffer=0)),
+        best_seconds(lambda: choose(scores, retain=window // 3, buffer=0, chunk_budget=8, max_chunk=8)),
+    )
 
 
 # Steps of the real engine
@@ -149,87 +143,60 @@ def overheads(directory: Path) -> tuple[float, float, float]:
 
 
 def calibrate(directory: Path) -> Hardware:
+    """The rates of large arrays, and what steps of the real engine reach of them, fitted one after the other."""
     host = machine.machine()
     step, sequence, layer = overheads(directory)
     llm = make_llm(directory, shapes.SHAPES[SHAPE], SHAPE)
+    model, peaks = llm.model_config, {name: matmul_rate(getattr(torch, name)) for name in (DTYPE, "float32")}
+    peak, bandwidth, layers = peaks[DTYPE], machine.read_bandwidth(), model.num_layers
+    (score, select), seconds = score_times(model, SMALL_WINDOW), sum(score_times(model, WINDOW))
     hardware = Hardware(
         name=f"{host['cores']} cores of {host['cpu']}",
         source=f"Measured by benchmarks/calibrate.py with {host['torch_threads']} threads of torch "
         f"({', '.join(host['instructions'])}).",
         memory_bytes=psutil.virtual_memory().total,
-        bytes_per_s=machine.read_bandwidth(),
-        flops_per_s={"bfloat16": matmul_rate(torch.bfloat16), "float32": matmul_rate(torch.float32)},
+        bytes_per_s=bandwidth,
+        flops_per_s=peaks,
         step_seconds=step,
         sequence_seconds=sequence,
         layer_seconds=layer,
+        score_seconds=score,  # of windows so small that their time is overhead
+        select_seconds=select,
     )
-    hardware = fit_bandwidth(hardware, llm)
-    hardware = fit_products(hardware, llm)
-    return rounded(fit_scores(hardware, llm))
-
-
-def fit_bandwidth(hardware: Hardware, llm: LLM) -> Hardware:
-    """Fitted to the decoding of a small batch, which reads the weights. With more sequences, reading overlaps less with
-    arithmetic than in a roofline; with one sequence it is faster. A small batch lies between the two."""
-    cost = CostModel(hardware, llm.model_config, DTYPE)
-    layer_weights = cost.attention_weights + cost.mlp_weights
-    read = cost.itemsize * (llm.model_config.num_layers * layer_weights + cost.head_weights)
-    left = decode_seconds(llm, BATCH) - overhead(hardware, llm, BATCH)
-    return set_share(hardware, "bandwidth_efficiency", read / left, hardware.bytes_per_s)
-
-
-def fit_products(hardware: Hardware, llm: LLM) -> Hardware:
-    """Fitted to the chunks of a long prompt: all have the same matrix products, and later ones attend more."""
-    cost = CostModel(hardware, llm.model_config, DTYPE)
-    peak, layers = hardware.flops_per_s[DTYPE], llm.model_config.num_layers
-    first, *_, last = prefill_seconds(llm)
-    attended = 4 * cost.query_heads * llm.model_config.head_dim * layers * CHUNK
-    rate = attended * CHUNK * (CHUNKS - 1) / (last - first)
-    attention = attended * (CHUNK + 1) / 2 / rate
+    cost = CostModel(hardware, model, DTYPE)
     weights = cost.attention_weights + cost.mlp_weights
-    products = 2 * CHUNK * layers * weights / (first - attention - overhead(hardware, llm, 1))
-    hardware = set_share(hardware, "attention_efficiency", rate, peak)
-    return set_share(hardware, "matmul_efficiency", products, peak)
 
+    def overhead(num_seqs: int) -> float:
+        """Seconds of a step beside its arithmetic."""
+        return step + num_seqs * sequence + layers * layer
 
-def fit_scores(hardware: Hardware, llm: LLM) -> Hardware:
-    model = llm.model_config
-    seconds, score, select = score_times(model.num_query_heads, model.num_kv_heads, model.head_dim)
-    rate = 2 * model.num_query_heads * model.head_dim * WINDOW**2 / (seconds - score - select)
-    hardware = msgspec.structs.replace(hardware, score_seconds=score, select_seconds=select)
-    return set_share(hardware, "score_efficiency", rate, hardware.flops_per_s["float32"])
-
-
-def overhead(hardware: Hardware, llm: LLM, num_seqs: int) -> float:
-    """Seconds of a step beside its arithmetic."""
-    layers = llm.model_config.num_layers * hardware.layer_seconds
-    return hardware.step_seconds + num_seqs * hardware.sequence_seconds + layers
-
-
-def set_share(hardware: Hardware, field: str, rate: float, peak: float) -> Hardware:
-    return msgspec.structs.replace(hardware, **{field: min(1.0, rate / peak)})
-
-
-def rounded(hardware: Hardware) -> Hardware:
-    """Three digits, since the measurement is not more exact."""
-
-    def three(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: three(each) for key, each in value.items()}
-        return float(f"{value:.3g}") if isinstance(value, float) else value
-
-    return msgspec.convert({key: three(value) for key, value in msgspec.to_builtins(hardware).items()}, Hardware)
+    # The bandwidth: decoding a small batch reads the weights. With more sequences, reading overlaps less with
+    # arithmetic than in a roofline; with one sequence it is faster. A small batch lies between the two.
+    read_rate = cost.itemsize * (layers * weights + cost.head_weights) / (decode_seconds(llm, BATCH) - overhead(BATCH))
+    # Products: all chunks of a long prompt have the same ones, and later chunks attend more.
+    first, *_, last = prefill_seconds(llm)
+    attended = 4 * cost.query_heads * model.head_dim * layers * CHUNK
+    attention_rate = attended * CHUNK * (CHUNKS - 1) / (last - first)
+    products = first - attended * (CHUNK + 1) / 2 / attention_rate - overhead(1)
+    score_rate = 2 * model.num_query_heads * model.head_dim * WINDOW**2 / (seconds - score - select)
+    shares = {
+        "bandwidth_efficiency": read_rate / bandwidth,
+        "attention_efficiency": attention_rate / peak,
+        "matmul_efficiency": 2 * CHUNK * layers * weights / products / peak,
+        "score_efficiency": score_rate / peaks["float32"],
+    }
+    return msgspec.structs.replace(hardware, **{name: min(1.0, share) for name, share in shares.items()})
 
 
 # Prediction and reality
 
 
 def compare(hardware: Hardware, directory: Path) -> str:
-    """Runs of the real engine beside predictions. The counts must be equal, the times as near as a roofline can be."""
+    """Runs of the real engine beside predictions."""
     kara_config = CompressionConfig(
         method="kara", policy="periodic", period=32, window_blocks=6, retain_blocks=2, buffer=8
     )
-    short, long = (draw(random.Random(0)) for draw in (workloads.workload_a, workloads.workload_c512))
+    short, long = (workloads.WORKLOADS[name](random.Random(0)) for name in ("A", "C512"))
     cases = [
         ("16 short requests", short, None, 1.0),
         ("8 long, half the pool", long, None, 0.5),
@@ -237,36 +204,25 @@ def compare(hardware: Hardware, directory: Path) -> str:
     ]
     rows = []
     for name, lengths, compression, fraction in cases:
-        seconds, real, predicted = both(hardware, directory / SHAPE, lengths, compression, fraction)
-        rows.append([name, f"{seconds:.2f}", f"{predicted.seconds:.2f}", f"{predicted.seconds / seconds - 1:+.0%}"])
-        phases = predicted.phases
-        pairs = [
-            (f"{real.recompute_seconds:.2f}", f"{phases.recompute:.2f}"),
-            (f"{real.score_seconds:.2f}", f"{phases.score:.2f}"),
-            *((str(real[each]), str(getattr(predicted, each))) for each in COUNTS),
-        ]
-        rows[-1] += [" / ".join(pair) for pair in pairs]
-    counts = [name.replace("_", "\n") for name in COUNTS]
-    return report.table(
-        ["measured /\npredicted", "time, s", "predicted", "error", "recompute, s", "score, s", *counts], rows
-    )
+        seconds, predicted = both(hardware, directory / SHAPE, lengths, compression, fraction)
+        rows.append([name, f"{seconds:.2f}", f"{predicted:.2f}", f"{predicted / seconds - 1:+.0%}"])
+    return report.table(["", "measured, s", "predicted, s", "error"], rows)
 
 
 def both(
     hardware: Hardware,
     path: Path,
-    lengths: Sequence[workloads.Lengths],
+    lengths: Sequence[Lengths],
     compression: CompressionConfig | None,
     fraction: float,
-) -> tuple[float, EngineStats, Outcome]:
-    """Run and simulate the same requests with the same options and pool.
+) -> tuple[float, float]:
+    """Seconds of the same requests with the same options and pool, run and simulated.
 
     fraction: the pool, as a share of the blocks that all requests fill together at their ends.
-    Returns: the seconds of the run, its counters, and the prediction.
     """
     model = load_model_config(path)
-    wanted = workloads.demand([prompt + output - 1 for prompt, output in lengths], 16, len(lengths))
-    num_blocks = round(fraction * wanted)
+    requests = workloads.random_requests(random.Random(0), lengths, model.vocab_size)
+    num_blocks = round(fraction * workloads.demand([each.kv_pairs for each in requests], 16, len(requests)))
     options: dict[str, Any] = {
         "max_model_len": max(map(sum, lengths)),
         "block_size": 16,
@@ -277,11 +233,9 @@ def both(
     predicted = simulate(config, CostModel(hardware, model, DTYPE), lengths, [0.0] * len(lengths))
     # Not warmed up: the clock of decode steps must begin at 0, as in the simulation.
     llm = LLM(path, num_gpu_blocks_override=num_blocks, dtype=DTYPE, load_format="dummy", **options)
-    requests = workloads.random_requests(random.Random(0), lengths, model.vocab_size)
-    params = [SamplingParams(temperature=0, max_tokens=each.output_length, ignore_eos=True) for each in requests]
     begin = time.perf_counter()
-    llm.generate([{"prompt_token_ids": each.prompt_token_ids} for each in requests], params, use_tqdm=False)
-    return time.perf_counter() - begin, llm.stats(), predicted
+    llm.generate(*workloads.prompts_of(requests), use_tqdm=False)
+    return time.perf_counter() - begin, predicted.seconds
 
 
 def run_calibration(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
 are facts, and many of them are looked up again far behind. So the answers show a compression that drops the wrong KV
 pairs. The runs follow each other in one process, on the same problems, greedily. With `--repeats` the variants take
-turns, and times are medians. The figures go to demo.json and a plot to demo.png.
+turns, and times are medians. The figures go to demo.json, a plot to demo.png.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -23,14 +22,13 @@ from msgspec import Struct
 
 from benchmarks.common import command_line, machine, report, summary, workloads
 from benchmarks.common.measurement import Measurement, measure
-from benchmarks.common.variants import Variant, parse_variant
+from benchmarks.common.variants import Variant
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.kvcache.cache import CacheShape
-from kvllm.models.config import load_model_config
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.engine_builder import cache_shape
 
 # The problems, and the engines that solve them
 
@@ -53,60 +51,31 @@ class Run(Struct):
     texts: list[str]
     grades: list[tuple[bool, bool]]
 
-    @property
-    def right(self) -> int:
-        return sum(right for right, _ in self.grades)
-
-    @property
-    def exact(self) -> int:
-        return sum(exact for _, exact in self.grades)
-
 
 class ProblemSet:
-    """The problems, and the engines that solve them."""
+    """The problems, and the engines that solve them, whose pools have the same bytes."""
 
     def __init__(self, num_problems: int, max_num_seqs: int, seed: int) -> None:
         rng = random.Random(seed)
         self.problems = [make_problem(rng, rng.randint(*LINES)) for _ in range(num_problems)]
-        self.max_num_seqs = max_num_seqs
         self.prompt_tokens = [len(encode(problem.prompt)) for problem in self.problems]
         self.working_tokens = [len(encode(problem.working)) for problem in self.problems]
-
-    def wanted(self, block_size: int) -> int:
-        """Blocks that `max_num_seqs` sequences of mean length fill at their ends."""
         kv_pairs = [sum(tokens) for tokens in zip(self.prompt_tokens, self.working_tokens, strict=True)]
-        return workloads.demand(kv_pairs, block_size, self.max_num_seqs)
-
-    def engine(self, variant: Variant) -> dict[str, Any]:
-        """Keywords of `LLM` for a variant. The pools of all variants have the same bytes, unless one names its blocks.
-
-        Raises ConfigError if its compression does not fit its block size.
-        """
-        block_size = variant.engine.get("block_size", BLOCK_SIZE)
-        if variant.compression:
-            variant.compression.retained(block_size)
-        pool = {"kv_cache_memory_bytes": self.pool(block_size) * block_bytes(block_size)}
-        return {
-            "dtype": DTYPE,
-            "block_size": block_size,
-            "max_num_seqs": self.max_num_seqs,
-            **({} if "num_gpu_blocks_override" in variant.engine else pool),
-            **variant.engine,
-        }
-
-    def pool(self, block_size: int) -> int:
-        """Blocks in the pool, if each holds KV pairs of all layers in the dtype of the activations."""
-        return int(POOL_FRACTION * self.wanted(block_size))
+        self.wanted = workloads.demand(kv_pairs, BLOCK_SIZE, max_num_seqs)
+        self.pool = int(POOL_FRACTION * self.wanted)
+        self.engine: dict[str, Any] = {"dtype": DTYPE, "block_size": BLOCK_SIZE, "max_num_seqs": max_num_seqs}
+        plain = cache_shape(EngineArgs(DEFAULT_MODEL, **self.engine)).bytes_per_block
+        self.engine["kv_cache_memory_bytes"] = self.pool * plain
 
     def warm_up(self) -> None:
         """Solve a few problems that do not count, so that threads, caches and kernels are ready."""
-        llm = LLM(compression=KARA, **self.engine(Variant("warm-up")))
+        llm = LLM(compression=KARA, **self.engine)
         prompts = [problem.prompt for problem in ProblemSet(4, 4, seed=0).problems]
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)
 
     def run(self, variant: Variant) -> Run:
         """Solve the problems in a fresh engine, and show the progress."""
-        llm = LLM(compression=variant.compression, **self.engine(variant))
+        llm = LLM(compression=variant.compression, **self.engine, **variant.engine)
         sampling_params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         outputs, measurement = measure(llm, [problem.prompt for problem in self.problems], sampling_params)
         texts = [output.outputs[0].text for output in outputs]
@@ -114,24 +83,14 @@ class ProblemSet:
         return Run(measurement, texts, grades)
 
     def describe(self) -> str:
-        wanted, pool = self.wanted(BLOCK_SIZE), self.pool(BLOCK_SIZE)
         return (
-            f"{len(self.problems)} programs of {LINES[0]} to {LINES[1]} lines, on average "
-            f"{mean(self.prompt_tokens):.0f} tokens of prompt and {mean(self.working_tokens):.0f} of working; "
-            f"up to {self.max_num_seqs} run at once.\n"
-            f"{self.max_num_seqs} sequences end with {wanted} KV blocks of {BLOCK_SIZE} tokens. The pool has {pool}, "
-            f"{POOL_FRACTION:.0%} of that."
+            f"{len(self.problems)} programs, on average {mean(self.prompt_tokens):.0f} tokens of prompt and "
+            f"{mean(self.working_tokens):.0f} of working. {self.engine['max_num_seqs']} sequences end with "
+            f"{self.wanted} KV blocks of {BLOCK_SIZE} tokens; the pool has {self.pool}, {POOL_FRACTION:.0%} of that."
         )
 
 
-def block_bytes(block_size: int) -> int:
-    """Bytes of a block in the dtype of the activations."""
-    model = load_model_config(DEFAULT_MODEL)
-    shape = CacheShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, getattr(torch, DTYPE))
-    return shape.bytes_per_block
-
-
-# The script
+# The variants and their figures
 
 SERVE = """
 The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
@@ -141,8 +100,6 @@ The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
 VERDICTS = {(True, True): "right, every line exact", (True, False): "right", (False, False): "wrong"}
-QUIET = 0.1
-"""Cores that other processes may use in a run whose times can be compared."""
 
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
@@ -154,12 +111,42 @@ CALIBRATED = CompressionConfig(
 QUARTER = msgspec.structs.replace(CALIBRATED, policy=msgspec.structs.replace(KARA.policy, retain_blocks=4))
 VARIANTS = (
     Variant("full cache"),
-    Variant("Kara, keeps\n1/2", KARA),
-    Variant("kara_sharp,\nkeeps 1/2", SHARP),
-    Variant("calibrated,\nkeeps 1/2", CALIBRATED),
-    Variant("calibrated,\nkeeps 1/4", QUARTER),
-    Variant("int4, calibrated,\nkeeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
+    Variant("Kara, keeps 1/2", KARA),
+    Variant("kara_sharp, keeps 1/2", SHARP),
+    Variant("calibrated, keeps 1/2", CALIBRATED),
+    Variant("calibrated, keeps 1/4", QUARTER),
+    Variant("int4, calibrated, keeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
 )
+
+FIGURES = ("output_tokens_per_s", "seconds", "other_load", "mean_concurrency", "steps", "preemptions")
+FIGURES += ("compression_events", "blocks_released")
+
+
+def show(runs: Runs) -> str:
+    """A table with a column for each variant. Answers are of its first run, the other figures of all of them."""
+    rows = []
+    for index, title in enumerate(("right answers", "exact workings")):
+        grades = [first.grades for first, *_ in runs.values()]
+        shares = [(sum(grade[index] for grade in each), len(each)) for each in grades]
+        rows.append([title, *(f"{number} of {total}" for number, total in shares)])
+    return summary.show({name: [run.measurement for run in each] for name, each in runs.items()}, FIGURES, rows)
+
+
+def samples(problems: list[Problem], runs: Runs) -> str:
+    """The ends of the workings of a few problems: the first problem, then those on which the variants differ."""
+    firsts = {name: first for name, (first, *_) in runs.items()}
+    differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in firsts.values()}) > 1]
+    lines, width = [], max(map(len, firsts))
+    for i in [0, *differing][:SAMPLES]:
+        question = problems[i].prompt.splitlines()[-1]
+        lines.append(f"Problem {i + 1} asks {question}, the answer is {problems[i].answer}")
+        for name, run in firsts.items():
+            ending = "".join(run.texts[i].splitlines()[-1:])
+            lines.append(f"  {name:{width}}  ...  {ending}  -> {VERDICTS[run.grades[i]]}")
+    return "\n".join(lines)
+
+
+# The script
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -170,7 +157,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--short", action="store_true", help=short)
     add("--seed", type=int, default=1, help="seed of the problems (default 1)")
     add("--repeats", type=int, default=1, help="runs of each variant, in turns (default 1)")
-    add("--variants", nargs="+", metavar="V", help="other variants: vanilla, kara:window_blocks=3,buffer=16, ...")
     command_line.add_output_argument(parser, "demo-output")
     args = parser.parse_args(arguments)
     if args.problems is None:
@@ -179,150 +165,37 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def describe(variant: Variant) -> str:
-    """The settings of a variant in one line."""
-    compression, parts = variant.compression, [f"{key}={value}" for key, value in variant.engine.items()]
-    if compression is not None:
-        given = compression.flat().items()
-        parts = [compression.method, *(f"{key}={value}" for key, value in given if key != "method"), *parts]
-    return f"{_one_line(variant.name)}: {', '.join(parts) or 'no compression'}"
-
-
-COUNTS = ("output_tokens", "steps", "peak_concurrency", "preemptions", "compression_events", "windows_compressed")
-COUNTS += ("blocks_released",)
-TIMES = {"output_tokens_per_s": "{:,.0f}", "seconds": "{:.1f}", "other_load": "{:.1f}"}
-
-
-def show(runs: Runs) -> str:
-    """A table with a column for each variant. Answers and counts are of its first run, times of all of them."""
-    firsts = [first for first, *_ in runs.values()]
-    measured = [run.measurement for run in firsts]
-    summaries = [summary.summarize([run.measurement for run in of_variant]) for of_variant in runs.values()]
-    rows = [
-        ["exact workings", *(_share(run.exact, run) for run in firsts)],
-        ["right answers", *(_share(run.right, run) for run in firsts)],
-        ["mean concurrency", *(f"{m.mean_concurrency:.1f}" for m in measured)],
-    ]
-    for name, shape in TIMES.items():
-        rows.append([summary.SHOWN[name][0], *(summary.show_spread(each[name], shape) for each in summaries)])
-    rows += [[name.replace("_", " "), *(f"{getattr(m, name):,}" for m in measured)] for name in COUNTS]
-    kv = {
-        "KV of a running sequence, mean": [m.mean_blocks / m.mean_concurrency * m.block_bytes for m in measured],
-        "KV pool": [m.num_blocks * m.block_bytes for m in measured],
-        "KV in use, peak": [m.peak_kv_bytes for m in measured],
-        "KV in use, mean": [m.mean_blocks * m.block_bytes for m in measured],
-    }
-    rows += [[title, *map(report.mib, values)] for title, values in kv.items()]
-    return report.table(["", *runs], rows)
-
-
-def _share(number: int, run: Run) -> str:
-    total = len(run.grades)
-    return f"{number} of {total} ({number / total:.1%})"
-
-
-def compare(runs: Runs) -> str:
-    """The ratios of each variant to the first one, in a line of each."""
-    speed = summary.ratios({name: [run.measurement for run in of_variant] for name, of_variant in runs.items()})
-    (first, (base, *_)), *others = runs.items()
-    lines = []
-    for name, (run, *_) in others:
-        of_base, of_run = base.measurement, run.measurement
-        lines.append(
-            f"{_one_line(name)} against {_one_line(first)}: {summary.show_spread(speed[name], '{:.2f}')}x tokens/s, "
-            f"{of_run.steps / of_base.steps:.2f}x steps, "
-            f"{of_run.mean_concurrency / of_base.mean_concurrency:.2f}x concurrency, "
-            f"{of_run.preemptions - of_base.preemptions:+d} preemptions, {run.right - base.right:+d} right answers"
-        )
-    return "\n".join(lines)
-
-
-def remark(runs: Runs) -> str:
-    """A remark on which figures repeat, and whether the times can be compared."""
-    text = "Answers, steps and counts repeat exactly on this machine; times vary."
-    if max(run.measurement.other_load for of_variant in runs.values() for run in of_variant) > QUIET:
-        text += " Other processes were busy during these runs: do NOT compare their times."
-    return text
-
-
-def samples(problems: list[Problem], runs: Runs) -> str:
-    """The ends of the workings of a few problems: the first problem, then those on which the variants differ."""
-    firsts = {name: first for name, (first, *_) in runs.items()}
-    differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in firsts.values()}) > 1]
-    lines = []
-    for i in [0, *differing][:SAMPLES]:
-        question = problems[i].prompt.splitlines()[-1]
-        lines.append(f"Problem {i + 1} asks {question}, the answer is {problems[i].answer}")
-        width = max(len(_one_line(name)) for name in firsts)
-        for name, run in firsts.items():
-            ending = "".join(run.texts[i].splitlines()[-1:])
-            lines.append(f"  {_one_line(name):{width}}  ...  {ending}  -> {VERDICTS[run.grades[i]]}")
-    return "\n".join(lines)
-
-
-def _one_line(name: str) -> str:
-    return name.replace("\n", " ")
-
-
-def choose_variants(texts: Sequence[str] | None) -> list[Variant]:
-    """Raises ConfigError for a variant that does not exist or is given twice."""
-    if not texts:
-        return list(VARIANTS)
-    command_line.require_unique("--variants", texts)
-    return [parse_variant(text) for text in texts]
-
-
-def report_of(problem_set: ProblemSet, variants: Sequence[Variant], runs: Runs) -> dict[str, Any]:
-    """The report's part about problems and runs."""
-    problems = {
-        "number": len(problem_set.problems),
-        "prompt_tokens": sum(problem_set.prompt_tokens),
-        "working_tokens": sum(problem_set.working_tokens),
-        "wanted_blocks": problem_set.wanted(BLOCK_SIZE),
-    }
-    of_variants = {
-        _one_line(variant.name): {
-            "engine": problem_set.engine(variant),
-            "compression": msgspec.to_builtins(variant.compression),
-            "exact_workings": runs[variant.name][0].exact,
-            "right_answers": runs[variant.name][0].right,
-            "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
-        }
-        for variant in variants
-    }
-    return {"problems": problems, "runs": of_variants}
-
-
-def plot(path: Path, num_problems: int, runs: Runs) -> None:
-    firsts = {name: first.measurement for name, (first, *_) in runs.items()}
-    title = f"{num_problems} programs in a KV pool of {POOL_FRACTION:.0%} of the demand"
-    timelines = {name: measurement.timeline for name, measurement in firsts.items()}
-    report.plot_timelines(path, title, timelines, [measurement.num_blocks for measurement in firsts.values()])
-
-
 def run_demo(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    variants = choose_variants(args.variants)
     if args.short:
         torch.set_num_threads(1)  # threads that wait for each other on a busy machine would take minutes
     problem_set = ProblemSet(args.problems, SHORT_MAX_NUM_SEQS if args.short else MAX_NUM_SEQS, args.seed)
-    for variant in variants:
-        problem_set.engine(variant)  # wrong settings are refused before anything runs
-    provenance = machine.provenance("benchmarks.demo", arguments)
-    print(f"{machine.describe(provenance['machine'])}\n{problem_set.describe()}")
-    print("\n".join(f"  {describe(variant)}" for variant in variants))
-    print("Warming up ...", flush=True)
+    provenance = machine.announce("benchmarks.demo", arguments)
+    print(f"{problem_set.describe()}\nWarming up ...", flush=True)
     problem_set.warm_up()
-    runs: dict[str, list[Run]] = {variant.name: [] for variant in variants}
+    runs: dict[str, list[Run]] = {variant.name: [] for variant in VARIANTS}
     for repeat in range(1, args.repeats + 1):
-        for variant in variants:
-            print(f"Running: {_one_line(variant.name)} ({repeat} of {args.repeats}) ...", flush=True)
+        for variant in VARIANTS:
+            print(f"Running: {variant.name} ({repeat} of {args.repeats}) ...", flush=True)
             runs[variant.name].append(problem_set.run(variant))
-    print(f"\n{show(runs)}\n\n{compare(runs)}")
-    print(f"\n{samples(problem_set.problems, runs)}\n")
-    print(remark(runs))
-    report.write_json(args.output / "demo.json", provenance | report_of(problem_set, variants, runs))
-    plot(args.output / "demo.png", args.problems, runs)
+    print(f"\n{show(runs)}\n\n{samples(problem_set.problems, runs)}")
+    of_variants = {
+        variant.name: {
+            "engine": problem_set.engine | variant.engine,
+            "compression": msgspec.to_builtins(variant.compression),
+            "grades": runs[variant.name][0].grades,
+            "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
+        }
+        for variant in VARIANTS
+    }
+    report.write_json(args.output / "demo.json", {**provenance, "runs": of_variants})
+    firsts = {name: first.measurement for name, (first, *_) in runs.items()}
+    report.plot_timelines(
+        args.output / "demo.png",
+        f"{args.problems} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
+        {name: measurement.timeline for name, measurement in firsts.items()},
+        [measurement.num_blocks for measurement in firsts.values()],
+    )
     print(f"Written: {args.output / 'demo.json'}, {args.output / 'demo.png'}\n{SERVE}")
 
 

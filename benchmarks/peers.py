@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks.common import command_line, engines, limits, machine, report, shapes, workloads
+from benchmarks.common import command_line, limits, machine, report, shapes, workloads
 from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
@@ -37,8 +37,8 @@ from benchmarks.peers_engines.registry import ENGINES
 from kvllm.config import require
 from kvllm.models.config import ModelConfig, load_model_config
 
-DEFAULT_WORKLOADS = {"50m": ("A", "B", "C")}
-LARGE_WORKLOADS = ("A", "B", "C512")
+TIMEOUT = 1800
+"""Seconds that a run or a conversion may take."""
 
 
 class Run(Struct):
@@ -50,7 +50,6 @@ class Run(Struct):
 
     seconds: float
     output_tokens_per_s: float
-    other_load: float
     start_seconds: float
     peak_memory_bytes: int
     weight_bytes: int
@@ -68,35 +67,27 @@ Runs = dict[str, list[Run]]
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.peers", __doc__)
-    names = ", ".join(shapes.SHAPES)
     add = parser.add_argument
-    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
-    named = "A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)"
-    add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), help=named)
+    add("--model", default="50m", help=shapes.MODEL_HELP)
+    named = "A: 16 short requests; B: one; C: 8 long ones (the default is these); C512: half as long"
+    add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=("A", "B", "C"), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
     pool = "KV blocks over those that all requests fill at their ends (default 1)"
     add("--pool-fraction", type=float, default=1.0, metavar="SHARE", help=pool)
     add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
-    add("--seed", type=int, default=0)
     busy = "every run is followed by another one beside N processes that compute without end (default 0)"
     add("--busy-processes", type=int, default=0, metavar="N", help=busy)
-    add("--timeout", type=float, default=1800, help="seconds that a run or a conversion may take (default 1800)")
     folder = "folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)"
     add("--environments", type=Path, default=Path(".venv-peers"), metavar="DIR", help=folder)
     command_line.add_output_argument(parser)
-    parser.set_defaults(max_model_len=None)  # the longest request
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "rounds")
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
-    require(args.timeout > 0, "--timeout", args.timeout, "above 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
-    args.engines = args.engines or default_engines(args.pool_fraction)
-    if args.pool_fraction < 1:
-        unlimited = [name for name in args.engines if not ENGINES[name].pooled]
-        require(not unlimited, "--engines", unlimited, f"--pool-fraction needs one of {default_engines(0)}")
-    args.workloads = args.workloads or DEFAULT_WORKLOADS.get(args.model, LARGE_WORKLOADS)
-    command_line.require_unique("--engines", args.engines)
-    command_line.require_unique("--workloads", args.workloads)
+    fitting = default_engines(args.pool_fraction)
+    args.engines = args.engines or fitting
+    unlimited = [name for name in args.engines if not ENGINES[name].pooled and args.pool_fraction < 1]
+    require(not unlimited, "--engines", unlimited, f"--pool-fraction needs one of {fitting}")
     return args
 
 
@@ -107,29 +98,17 @@ def default_engines(pool_fraction: float) -> list[str]:
     return [name for name, engine in ENGINES.items() if not engine.evicts]
 
 
-def make_requests(args: argparse.Namespace, model: ModelConfig) -> dict[str, list[Request]]:
-    """The requests of each workload. Raises ConfigError if the model does not allow their lengths."""
-    requests = {}
-    for name in args.workloads:
-        rng = random.Random(args.seed)
-        requests[name] = workloads.random_requests(rng, workloads.WORKLOADS[name](rng), model.vocab_size)
-        engines.check_lengths(args, model, requests[name])
-    return requests
-
-
 # Runs
 
 
-def prepare(
-    files: PeerFiles, names: Sequence[str], checkpoint: Path, timeout: float
-) -> tuple[dict[str, Path], dict[str, str]]:
+def prepare(files: PeerFiles, names: Sequence[str], checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Environments and converted checkpoints: the checkpoints that the engines load, and why others load none."""
     checkpoints: dict[str, Path] = {}
     failures: dict[str, str] = {}
     for name in names:
         try:
             files.python(ENGINES[name].environment)
-            checkpoints[name] = files.converted(name, checkpoint, timeout)
+            checkpoints[name] = files.converted(name, checkpoint, TIMEOUT)
         except ChildFailed as error:
             failures[name] = str(error)
             print(f"{name}: {error}", flush=True)
@@ -172,13 +151,13 @@ def busy_processes(number: int) -> Iterator[None]:
             process.wait()
 
 
-def run_engine(files: PeerFiles, name: str, job: Job, busy: int, timeout: float) -> Run:
+def run_engine(files: PeerFiles, name: str, job: Job, busy: int) -> Run:
     """Run an engine, and once more beside busy processes if there are to be any. Raises ChildFailed."""
     engine = ENGINES[name]
     python, log = files.python(engine.environment), files.log(name)
 
     def measured() -> Run:
-        return msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
+        return msgspec.convert(call(python, engine.module, job, log, {}, TIMEOUT), Run)
 
     run = measured()
     if busy:
@@ -187,9 +166,7 @@ def run_engine(files: PeerFiles, name: str, job: Job, busy: int, timeout: float)
     return run
 
 
-def run_rounds(
-    files: PeerFiles, jobs: Mapping[str, Job], rounds: int, timeout: float, busy: int = 0
-) -> tuple[Runs, dict[str, str]]:
+def run_rounds(files: PeerFiles, jobs: Mapping[str, Job], rounds: int, busy: int = 0) -> tuple[Runs, dict[str, str]]:
     """The runs of all engines that ran in every round, and why others did not."""
     runs: Runs = {name: [] for name in jobs}
     failures: dict[str, str] = {}
@@ -199,16 +176,11 @@ def run_rounds(
             if name in failures:
                 continue
             try:
-                runs[name].append(run := run_engine(files, name, jobs[name], busy, timeout))
+                runs[name].append(run := run_engine(files, name, jobs[name], busy))
+                shown = f"{run.output_tokens_per_s:.1f} output tokens/s, {run.seconds:.1f} s"
             except ChildFailed as error:
-                failures[name] = str(error)
-                print(f"round {number + 1} of {rounds}, {name}: {error}", flush=True)
-                continue
-            print(
-                f"round {number + 1} of {rounds}, {name}: {run.output_tokens_per_s:.1f} output tokens/s, "
-                f"{run.seconds:.1f} s",
-                flush=True,
-            )
+                shown = failures[name] = str(error)
+            print(f"round {number + 1} of {rounds}, {name}: {shown}", flush=True)
     return {name: of_engine for name, of_engine in runs.items() if name not in failures}, failures
 
 
@@ -245,30 +217,26 @@ def kept_shares(runs: Runs) -> dict[str, Spread]:
     return {name: spread_of(kept) for name, of in shares.items() if (kept := [s for s in of if s is not None])}
 
 
-def same_first_tokens(run: Run, kvllm: Run) -> str:
-    same = sum(a == b for a, b in zip(run.first_tokens, kvllm.first_tokens, strict=True))
-    return f"{same} of {len(run.first_tokens)}"
-
-
 # The report
 
 
 def show(runs: Runs, failures: Mapping[str, str]) -> str:
     """A line for each engine with medians (least-most), and one for each engine that did not run."""
-    header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it", "other work,\ncores"]
+    header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it"]
     header += ["start to first\ntoken, s", "memory beyond\nweights, KV, MiB", "first tokens\nas KvLLM's"]
     against, rows = ratios(runs), []
     for name, of_engine in runs.items():
         kvllm = kvllm_of(name, runs)
         figures = (
             ("{:.1f}", [run.output_tokens_per_s for run in of_engine]),
-            ("{:.1f}", [run.other_load for run in of_engine]),
             ("{:.1f}", [run.start_seconds for run in of_engine]),
             ("{:.0f}", [run.overhead_bytes / report.MIB for run in of_engine]),
         )
         rate, *others = (show_spread(spread_of(values), shape) for shape, values in figures)
         ratio = show_spread(against[name], "{:.2f}") if name in against else ""
-        same = "" if kvllm is None else same_first_tokens(of_engine[0], runs[kvllm][0])
+        tokens = of_engine[0].first_tokens
+        like = [a == b for a, b in zip(tokens, runs[kvllm][0].first_tokens, strict=True)] if kvllm else []
+        same = f"{sum(like)} of {len(like)}" if like else ""
         rows.append([name, ENGINES[name].weights, of_engine[0].kv, rate, ratio, *others, same])
     lines = [report.table(header, rows)]
     lines += [f"{name} / kvllm: {show_spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
@@ -277,46 +245,42 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, str]) -> dict[str, Any]:
-    """The content of the JSON for a workload."""
-    return {
-        "requests": len(requests),
-        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
-        "output_tokens": sum(request.output_length for request in requests),
-        "ratios": ratios(runs),
-        "eviction_ratios": eviction_ratios(runs),
-        "kept_beside_work": kept_shares(runs),
-        "failures": failures,
-        "engines": {name: msgspec.to_builtins(of_engine) for name, of_engine in runs.items()},
-    }
-
-
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     files = PeerFiles(args.environments)
-    model = load_model_config(files.config(args.model))
-    requests = make_requests(args, model)
+    model = load_model_config(shapes.find_model(args.model, args.environments / "configs"))
     provenance = machine.announce("benchmarks.peers", arguments)
     checkpoint = files.checkpoint(args.model)
-    checkpoints, missing = prepare(files, args.engines, checkpoint, args.timeout)
-    limit = limits.physical_limit(model, "bfloat16", "cpu")
+    checkpoints, missing = prepare(files, args.engines, checkpoint)
+    limit = limits.PhysicalLimit(limits.weight_bytes(model, "bfloat16"), machine.read_bandwidth())
     content: dict[str, Any] = {}
-    for workload, of_workload in requests.items():
-        tokens = sum(request.output_length for request in of_workload)
+    for workload in args.workloads:
+        rng = random.Random(0)
+        requests = workloads.random_requests(rng, workloads.WORKLOADS[workload](rng), model.vocab_size)
+        totals = workloads.totals(workload, requests)
         share = f"{args.pool_fraction:.0%} of the KV blocks that all of them fill"
-        print(f"\nWorkload {workload}: {len(of_workload)} requests, {tokens} output tokens, {share}.", flush=True)
+        print(
+            "\nWorkload {name}: {requests} requests, {output_tokens} output tokens, ".format(**totals) + share,
+            flush=True,
+        )
         jobs = {
-            name: make_job(name, checkpoint, path, model, of_workload, args.pool_fraction)
+            name: make_job(name, checkpoint, path, model, requests, args.pool_fraction)
             for name, path in checkpoints.items()
         }
-        runs, failures = run_rounds(files, jobs, args.rounds, args.timeout, args.busy_processes)
+        runs, failures = run_rounds(files, jobs, args.rounds, args.busy_processes)
         print(f"\n{show(runs, missing | failures)}\n")
         rates = {name: median(run.output_tokens_per_s for run in each) for name, each in runs.items()}
         of_full_weights = {name: rate for name, rate in rates.items() if ENGINES[name].weights == "bf16"}
-        print(limits.show_weights_limit(limit, of_full_weights, alone=len(of_workload) == 1), flush=True)
-        content[workload] = content_of(of_workload, runs, missing | failures)
-        of_model = {"name": args.model, **msgspec.to_builtins(model)}
-        of_all = {"model": of_model, "physical_limit": msgspec.to_builtins(limit), "workloads": content}
+        print(limits.show_weights_limit(limit, of_full_weights, alone=len(requests) == 1), flush=True)
+        content[workload] = {
+            **totals,
+            "ratios": ratios(runs),
+            "eviction_ratios": eviction_ratios(runs),
+            "kept_beside_work": kept_shares(runs),
+            "failures": missing | failures,
+            "engines": msgspec.to_builtins(runs),
+        }
+        of_all = {"model": args.model, "physical_limit": msgspec.to_builtins(limit), "workloads": content}
         report.write_json(args.output / "peers.json", provenance | of_all)
     print(f"Written: {args.output / 'peers.json'}")
 

@@ -1,6 +1,6 @@
 """Conversations of several turns, more than the KV pool holds: what prefixes on the host and on a disk save.
 
-    python -m benchmarks.prefix_tiers --conversations 64 --fitting 8 --turns 4
+    python -m benchmarks.prefix_tiers
 
 All conversations take turns: every prompt is the whole conversation so far, and when its next one comes, the pool has
 long evicted it. Three engines have the same pool: without a tier, with host memory, and with host memory and a disk.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -47,7 +46,7 @@ class Conversations(Struct):
 
 
 class Turns(Struct):
-    """By turn, over all conversations: prompt tokens, those that were computed, seconds to the first token.
+    """By turn, over all conversations: prompt tokens, those that were computed, seconds to the first token of each.
 
     answers: by conversation and turn.
     """
@@ -55,7 +54,6 @@ class Turns(Struct):
     prompt_tokens: list[int]
     computed_tokens: list[int]
     first_token_seconds: list[list[float]]
-    seconds: list[float]
     answers: list[list[list[int]]]
 
 
@@ -64,9 +62,9 @@ def converse(job: Conversations) -> Turns:
     llm = LLM(job.model, **job.engine)
     llm.generate([[1] * 64], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warms up
     params = SamplingParams(temperature=0, max_tokens=job.output_len, ignore_eos=True)
-    found, stats = Turns([], [], [], [], [answers[:] for answers in job.answers]), llm.stats()
+    found, stats = Turns([], [], [], [answers[:] for answers in job.answers]), llm.stats()
     for _ in range(len(job.answers[0]), len(job.texts[0])):
-        prompt_tokens, hits, begin = stats.prompt_tokens, stats.prefix_cache_hits, time.perf_counter()
+        prompt_tokens, hits = stats.prompt_tokens, stats.prefix_cache_hits
         first_tokens = []
         for first in range(0, len(job.texts), job.at_once):
             group = range(first, min(first + job.at_once, len(job.texts)))
@@ -77,7 +75,6 @@ def converse(job: Conversations) -> Turns:
                 found.answers[i].append(list(output.outputs[0].token_ids))
                 assert output.metrics.first_token_time is not None  # it has tokens
                 first_tokens.append(output.metrics.first_token_time - output.metrics.arrival_time)
-        found.seconds.append(time.perf_counter() - begin)
         found.prompt_tokens.append(stats.prompt_tokens - prompt_tokens)
         found.computed_tokens.append(found.prompt_tokens[-1] - stats.prefix_cache_hits + hits)
         found.first_token_seconds.append(first_tokens)
@@ -93,23 +90,20 @@ def history(texts: list[list[int]], answers: list[list[int]]) -> list[int]:
 
 # All of them
 
+BLOCK_SIZE, HOST_GIB = 16, 2.0
 NONE, HOST, DISK, RESTART = "no tier", "host", "host and disk", "after a restart"
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.prefix_tiers", __doc__)
     add = parser.add_argument
-    add("--model", choices=tuple(shapes.SHAPES), default="50m", help="a shape with random weights (default 50m)")
+    add("--model", default="50m", help=shapes.MODEL_HELP)
     add("--conversations", type=int, default=64)
     add("--fitting", type=int, default=8, help="conversations that the pool holds at their ends (default 8)")
     add("--turns", type=int, default=4)
     add("--input-len", type=int, default=128, help="tokens of a user's turn (default 128)")
     add("--output-len", type=int, default=32, help="tokens of an answer (default 32)")
     add("--at-once", type=int, default=4, help="prompts that come at the same time (default 4)")
-    add("--offloading-size", type=float, default=2.0, help="GiB of host memory (default 2)")
-    add("--block-size", type=int, default=16)
-    add("--max-num-batched-tokens", type=int, default=512)
-    add("--seed", type=int, default=0)
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     require(args.turns >= 2, "--turns", args.turns, "at least 2, for the engine starts anew before the last")
@@ -119,17 +113,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns]:
-    rng, vocabulary = random.Random(args.seed), range(load_model_config(path).vocab_size)
+    rng, vocabulary = random.Random(0), range(load_model_config(path).vocab_size)
     texts = [[rng.choices(vocabulary, k=args.input_len) for _ in range(args.turns)] for _ in range(args.conversations)]
     longest = args.turns * (args.input_len + args.output_len)
     engine = {
-        "load_format": "dummy",
-        "seed": args.seed,
-        "block_size": args.block_size,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "load_format": "dummy" if args.model in shapes.SHAPES else "auto",
+        "block_size": BLOCK_SIZE,
+        "max_num_batched_tokens": 512,
         "max_num_seqs": args.at_once,
         "max_model_len": longest,
-        "num_gpu_blocks_override": args.fitting * -(-longest // args.block_size),
+        "num_gpu_blocks_override": args.fitting * -(-longest // BLOCK_SIZE),
     }
 
     def run(name: str, texts: list[list[list[int]]], answers: list[list[list[int]]], **more: Any) -> Turns:
@@ -138,33 +131,32 @@ def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns
         print(f"{name}: {sum(turns.computed_tokens)} prompt tokens computed", flush=True)
         return turns
 
-    size, none = args.offloading_size, [[] for _ in texts]
+    none: list[list[list[int]]] = [[] for _ in texts]
+    host: dict[str, Any] = {"kv_offloading_size": HOST_GIB}
     found = {
         NONE: run(NONE, texts, none),
-        HOST: run(HOST, texts, none, kv_offloading_size=size),
-        DISK: run(DISK, texts, none, kv_offloading_size=size, kv_offloading_path=str(disk / "whole")),
+        HOST: run(HOST, texts, none, **host),
+        DISK: run(DISK, texts, none, **host, kv_offloading_path=str(disk / "whole")),
     }
-    tiers = {"kv_offloading_size": size, "kv_offloading_path": str(disk / "restarted")}
-    answers = run("before a restart", [text[:-1] for text in texts], none, **tiers).answers
-    return found | {RESTART: run(RESTART, texts, answers, **tiers)}
+    host["kv_offloading_path"] = str(disk / "restarted")
+    answers = run("before a restart", [text[:-1] for text in texts], none, **host).answers
+    return found | {RESTART: run(RESTART, texts, answers, **host)}
 
 
 def show(found: dict[str, Turns]) -> str:
-    header = ["", "prompt\ntokens", "computed", "computed,\nlast turn", "TTFT,\nmedian, ms", "last turn", "p99"]
+    header = ["", "prompt\ntokens", "computed", "computed,\nlast turn", "TTFT,\nmedian, ms", "last turn"]
     rows = []
     for name, turns in found.items():
-        last = turns.first_token_seconds[-1]
         counts = (sum(turns.prompt_tokens), sum(turns.computed_tokens), turns.computed_tokens[-1])
-        times = (median(chain(*turns.first_token_seconds)), median(last), sorted(last)[int(0.99 * (len(last) - 1))])
-        cells = [*map(str, counts), *(f"{1000 * seconds:.0f}" for seconds in times), f"{turns.seconds[-1]:.1f}"]
-        rows.append([name, *cells])
-    return report.table([*header, "last turn, s"], rows)
+        times = (median(chain(*turns.first_token_seconds)), median(turns.first_token_seconds[-1]))
+        rows.append([name, *map(str, counts), *(f"{1000 * seconds:.0f}" for seconds in times)])
+    return report.table(header, rows)
 
 
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
-        path = shapes.named_shape(args.model, Path(directory))
+        path = shapes.find_model(args.model, Path(directory))
         provenance = machine.announce("benchmarks.prefix_tiers", arguments)
         found = measure(args, path, Path(directory) / "disk")
     same = all(turns.answers == found[NONE].answers for turns in found.values())

@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.common import command_line
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
-NAMES = "amber birch cedar delta ember fjord grove heron inlet jetty koala larch maple north olive pearl quartz river".split()
-SUBJECTS = "dentist train parcel garden meeting recipe guitar bicycle passport library neighbour landlord".split()
+NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "koala", "larch")
+SUBJECTS = ("dentist", "train", "parcel", "garden", "meeting", "recipe", "guitar", "bicycle", "passport", "library")
 ANSWERS = "How good. Noted: {}. What else?", "Thank you, I will keep in mind that it is {}.", "So it is {}. Go on."
 
 
@@ -74,7 +74,8 @@ def turns(tokenizer: Tokenizer, length: int, rng: random.Random) -> str:
 
     def facts() -> Iterable[str]:
         for i in count():
-            subject, place = f"{rng.choice(SUBJECTS)} number {i + 1}", f"{rng.choice(NAMES)} street {rng.randrange(10, 99)}"
+            subject = f"{rng.choice(SUBJECTS)} number {i + 1}"
+            place = f"{rng.choice(NAMES)} street {rng.randrange(10, 99)}"
             told.append((subject, place))
             answer = rng.choice(ANSWERS).format(place)
             yield f"User: My {subject} is at {place}.\nAssistant: {answer}\n"

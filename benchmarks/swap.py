@@ -1,10 +1,10 @@
 """Where it pays to swap preempted sequences to host memory.
 
-    python -m benchmarks.swap --requests 8 --input-len 512 --output-len 1024 --pool-fraction 0.25
+    python -m benchmarks.swap
 
 First the same requests, all at once in a small KV pool, with `swap` "never", "always" and "auto": each run is a process
-of its own, and the modes take turns. Then one sequence of each length that is preempted both ways: the time until its
-next token, and the speed of a link at which both would take equally long. The figures go to swap.json.
+of its own, and the modes take turns. Then one sequence of each length that is preempted both ways, and the time until
+its next token. The figures go to swap.json.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvllm.config import require
 from kvllm.models.config import load_model_config
 
 MODES = ("never", "always", "auto")
+BLOCK_SIZE, HOST_GIB = 16, 2.0
 FIGURES = ("output_tokens_per_s", "seconds", "prefill_seconds", "decode_seconds", "mean_latency", "mean_concurrency")
 FIGURES += ("preemptions", "tokens_recomputed", "swapped_out", "blocks_loaded", "other_load")
 
@@ -35,17 +36,13 @@ FIGURES += ("preemptions", "tokens_recomputed", "swapped_out", "blocks_loaded", 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.swap", __doc__)
     add = parser.add_argument
-    add("--model", choices=tuple(shapes.SHAPES), default="50m", help="a shape with random weights (default 50m)")
+    add("--model", default="50m", help=shapes.MODEL_HELP)
     add("--requests", type=int, default=8, help="all arrive at once (default 8)")
     add("--input-len", type=int, default=512, help="tokens of a prompt (default 512)")
     add("--output-len", type=int, default=1024, help="tokens generated for it (default 1024)")
     add("--pool-fraction", type=float, default=0.25, help="share of the blocks that all would fill (default 0.25)")
     lengths = "of the sequences that are preempted alone"
-    add("--lengths", type=int, nargs="*", default=[32, 128, 512, 2048], help=lengths)
-    add("--offloading-size", type=float, default=2.0, help="GiB of host memory (default 2)")
-    add("--block-size", type=int, default=16)
-    add("--max-num-batched-tokens", type=int, default=512)
-    add("--seed", type=int, default=0)
+    add("--lengths", type=int, nargs="+", default=[32, 128, 512, 2048], help=lengths)
     add("--repeats", type=int, default=3, help="runs of each mode, and preemptions of each length (default 3)")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
@@ -54,14 +51,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def engine_options(args: argparse.Namespace, longest: int) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace, longest: int, max_num_seqs: int, blocks: int) -> dict[str, Any]:
     return {
-        "load_format": "dummy",
-        "seed": args.seed,
-        "block_size": args.block_size,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "load_format": "dummy" if args.model in shapes.SHAPES else "auto",
+        "block_size": BLOCK_SIZE,
+        "max_num_batched_tokens": 512,
         "max_model_len": longest,
-        "kv_offloading_size": args.offloading_size,
+        "max_num_seqs": max_num_seqs,
+        "num_gpu_blocks_override": blocks,
+        "kv_offloading_size": HOST_GIB,
         "enable_prefix_caching": False,  # or what is computed again would be found in the pool
     }
 
@@ -69,12 +67,10 @@ def engine_options(args: argparse.Namespace, longest: int) -> dict[str, Any]:
 def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
     """The same requests in each mode."""
     lengths = [(args.input_len, args.output_len)] * args.requests
-    vocab_size = load_model_config(path).vocab_size
-    requests = workloads.random_requests(random.Random(args.seed), lengths, vocab_size)
-    demand = workloads.demand([request.kv_pairs for request in requests], args.block_size, args.requests)
-    alone = -(-requests[0].kv_pairs // args.block_size)
-    engine = engine_options(args, args.input_len + args.output_len)
-    engine |= {"num_gpu_blocks_override": max(alone, int(args.pool_fraction * demand)), "max_num_seqs": args.requests}
+    requests = workloads.random_requests(random.Random(0), lengths, load_model_config(path).vocab_size)
+    alone = -(-requests[0].kv_pairs // BLOCK_SIZE)
+    blocks = max(alone, int(args.pool_fraction * args.requests * alone))
+    engine = engine_options(args, args.input_len + args.output_len, args.requests, blocks)
     return {
         mode: Job(name=mode, model=str(path), engine=engine | {"swap": mode}, compression=None, requests=requests)
         for mode in MODES
@@ -102,11 +98,8 @@ def time_to_return(llm: LLM, length: int, seed: int) -> float:
 
 
 def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
-    """For each length the medians both ways, in milliseconds, and the link of break-even in bytes per second."""
-    if not args.lengths:
-        return []
-    options = engine_options(args, max(args.lengths) + 16)
-    options |= {"num_gpu_blocks_override": max(args.lengths) // args.block_size + 2, "max_num_seqs": 1}
+    """For each length the bytes of both ways together, and the medians in milliseconds."""
+    options = engine_options(args, max(args.lengths) + 16, 1, max(args.lengths) // BLOCK_SIZE + 2)
     engines = {mode: LLM(path, swap=mode, **options) for mode in MODES[:2]}
     found = []
     for length in args.lengths:
@@ -115,38 +108,29 @@ def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
             for mode, llm in engines.items():
                 times[mode].append(time_to_return(llm, length, repeat))
         again, swapped = (1000 * median(each[1:]) for each in times.values())  # the first warms up
-        moved = 2 * -(-length // args.block_size) * engines["always"].cache_shape.bytes_per_block
-        row = {"tokens": length, "bytes": moved, "again_ms": again, "swapped_ms": swapped}
-        found.append(row | {"break_even_bytes_per_s": moved / again * 1000})
+        moved = 2 * -(-length // BLOCK_SIZE) * engines["always"].cache_shape.bytes_per_block
+        found.append({"tokens": length, "bytes": moved, "again_ms": again, "swapped_ms": swapped})
     return found
 
 
 def show_sweep(rows: list[dict[str, float]]) -> str:
-    header = ["tokens", "moved, MiB", "computed\nagain, ms", "swapped,\nms", "ratio", "link of break-\neven, MB/s"]
-    cells = [
-        [
-            str(row["tokens"]),
-            f"{row['bytes'] / report.MIB:.1f}",
-            f"{row['again_ms']:.1f}",
-            f"{row['swapped_ms']:.1f}",
-            f"{row['again_ms'] / row['swapped_ms']:.1f}",
-            f"{row['break_even_bytes_per_s'] / 1e6:.0f}",
-        ]
-        for row in rows
-    ]
-    return report.table(header, cells)
+    header = ["tokens", "moved, MiB", "computed\nagain, ms", "swapped,\nms"]
+    shapes = ("{}", "{:.1f}", "{:.1f}", "{:.1f}")
+    scaled = [row | {"bytes": row["bytes"] / report.MIB} for row in rows]
+    return report.table(
+        header, [[s.format(value) for s, value in zip(shapes, r.values(), strict=True)] for r in scaled]
+    )
 
 
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
-        path = shapes.named_shape(args.model, Path(directory))
+        path = shapes.find_model(args.model, Path(directory))
         provenance = machine.announce("benchmarks.swap", arguments)
         runs = jobs.run_all(make_jobs(args, path), args.repeats)
         print(f"\nMedians of {args.repeats} runs (least-most).\n\n{summary.show(runs, FIGURES)}\n")
         alone = sweep(args, path)
-    if alone:
-        print(f"One sequence, medians of {args.repeats}.\n\n{show_sweep(alone)}\n")
+    print(f"One sequence, medians of {args.repeats}.\n\n{show_sweep(alone)}\n")
     content = {"ratios": summary.ratios(runs), "runs": msgspec.to_builtins(runs), "alone": alone}
     report.write_json(args.output / "swap.json", provenance | content)
 

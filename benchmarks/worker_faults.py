@@ -32,6 +32,7 @@ from kvllm.distributed.executor import RayExecutor
 from kvllm.errors import KvLLMError
 from kvllm.outputs import RequestOutput
 
+INPUT_LEN = 32
 LAST_FAULT = 0.9
 """Share of the tokens before the last fault, which must have something left to disturb."""
 TIMES = {"noticed_seconds": "noticed", "restarted_seconds": "workers restarted", "resumed_seconds": "next token"}
@@ -47,35 +48,18 @@ class Fault(Struct):
     resumed_seconds: float = 0.0
 
 
-class Signal:
-    """Sends a signal to a process, `delay` seconds from now. sent: the time of that."""
-
-    def __init__(self, pid: int, number: int, delay: float) -> None:
-        self.pid = pid
-        self.number = number
-        self.sent = 0.0
-        threading.Timer(delay, self._send).start()
-
-    def _send(self) -> None:
-        self.sent = time.monotonic()
-        os.kill(self.pid, self.number)
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.worker_faults", __doc__)
     add = parser.add_argument
-    names = ", ".join(shapes.SHAPES)
-    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
+    add("--model", default="50m", help=shapes.MODEL_HELP)
     add("--tensor-parallel-size", type=int, default=2, help="ranks (default 2)")
     add("--faults", type=int, default=10, help="number of faults (default 10)")
     add("--stop", action="store_true", help="let ranks hang instead of ending them")
     add("--requests", type=int, default=32)
-    add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=128)
-    add("--seed", type=int, default=0, help="seed of the requests, the ranks and the moments")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    command_line.require_positive(args, "faults", "requests", "input_len", "output_len")
+    command_line.require_positive(args, "faults", "requests", "output_len")
     return args
 
 
@@ -86,7 +70,7 @@ def start(args: argparse.Namespace, path: Path) -> LLM:
         dtype="float32",
         load_format="dummy" if args.model in shapes.SHAPES else "auto",
         block_size=16,
-        num_gpu_blocks_override=args.requests * -(-(args.input_len + args.output_len) // 16),
+        num_gpu_blocks_override=args.requests * -(-(INPUT_LEN + args.output_len) // 16),
         tensor_parallel_size=args.tensor_parallel_size,
         distributed_executor_backend="ray",
         max_worker_restarts=args.faults,
@@ -111,41 +95,46 @@ def run_undisturbed(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
 def run_disturbed(
     llm: LLM, requests: list[Request], faults: list[Fault], number: int, rng: random.Random
 ) -> list[RequestOutput]:
-    """The same with faults. A fault comes once its tokens are generated and the one before is repaired."""
+    """The same with faults. A fault comes once its tokens are generated and the one before is repaired, somewhere in a
+    step."""
     engine, executor = llm.llm_engine, engine_of(llm).executor
     assert isinstance(executor, RayExecutor)  # as `start` asks for
     restarts = executor.restart_seconds
     outputs, before, due = add_requests(llm, requests), llm.stats().output_tokens, faults[:]
-    sent: Signal | None = None
-    noticed, now, step_seconds = False, time.monotonic(), 0.0
+    sent: list[float] = []
+
+    def send(pid: int) -> None:
+        sent.append(time.monotonic())
+        os.kill(pid, number)
+
+    is_under_way, noticed, now, step_seconds = False, False, time.monotonic(), 0.0
     while engine.has_unfinished_requests():
-        if due and not sent and llm.stats().output_tokens - before >= due[0].tokens:
-            sent = Signal(executor.pids[due[0].rank], number, rng.uniform(0, step_seconds))
+        if due and not is_under_way and llm.stats().output_tokens - before >= due[0].tokens:
+            is_under_way = True
+            threading.Timer(rng.uniform(0, step_seconds), send, [executor.pids[due[0].rank]]).start()
         touched = engine.step()
         begin, now = now, time.monotonic()
         step_seconds = now - begin
-        if sent and not noticed and len(restarts) > len(faults) - len(due):
+        if is_under_way and not noticed and len(restarts) > len(faults) - len(due):
             noticed = True
-            due[0].restarted_seconds = now - sent.sent
-            due[0].noticed_seconds = now - sent.sent - restarts[-1]
-        elif sent and noticed and touched:
-            due.pop(0).resumed_seconds = now - sent.sent
-            sent, noticed = None, False
+            due[0].restarted_seconds = now - sent[-1]
+            due[0].noticed_seconds = now - sent[-1] - restarts[-1]
+        elif noticed and touched:
+            due.pop(0).resumed_seconds = now - sent[-1]
+            is_under_way = noticed = False
     if due:
         raise KvLLMError(f"{len(due)} faults came too late: give --output-len more than {requests[0].output_length}")
     return outputs
 
 
 def show(faults: list[Fault]) -> str:
-    def row(name: str, rank: str, tokens: str, times: Sequence[float]) -> list[str]:
-        return [name, rank, tokens, *(f"{seconds:.2f}" for seconds in times)]
-
-    rows = [
-        row(str(i), str(fault.rank), str(fault.tokens), [getattr(fault, name) for name in TIMES])
-        for i, fault in enumerate(faults, start=1)
-    ]
     columns = [[getattr(fault, name) for fault in faults] for name in TIMES]
-    rows += [row("median", "", "", [*map(median, columns)]), row("longest", "", "", [*map(max, columns)])]
+    rows = [
+        [str(i), str(fault.rank), str(fault.tokens), *(f"{seconds:.2f}" for seconds in times)]
+        for i, (fault, *times) in enumerate(zip(faults, *columns, strict=True), start=1)
+    ]
+    for name, of_column in (("median", median), ("longest", max)):
+        rows.append([name, "", "", *(f"{of_column(column):.2f}" for column in columns)])
     return report.table(["fault", "rank", "after\ntokens", *(f"{title}\nafter s" for title in TIMES.values())], rows)
 
 
@@ -153,14 +142,11 @@ def run_faults(arguments: Sequence[str]) -> None:
     """Raises KvLLMError if a request has other tokens than undisturbed."""
     args = parse_arguments(arguments)
     provenance = machine.announce("benchmarks.worker_faults", arguments)
-    rng = random.Random(args.seed)
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(args.model)
-        if args.model in shapes.SHAPES:
-            path = shapes.named_shape(args.model, Path(scratch))
-        llm = start(args, path)
+        llm = start(args, shapes.find_model(args.model, Path(scratch)))
         try:
-            lengths = [(args.input_len, args.output_len)] * args.requests
+            lengths = [(INPUT_LEN, args.output_len)] * args.requests
             requests = workloads.random_requests(rng, lengths, llm.model_config.vocab_size)
             moments = sorted(rng.uniform(0, LAST_FAULT) for _ in range(args.faults))
             tokens = args.requests * args.output_len

@@ -25,11 +25,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run tests marked long, too, and try five times the examples")
+    parser.addoption("--long", action="store_true", help="run tests marked long, too, and try ten times the examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.register_profile("default", max_examples=20, deadline=None)
+    settings.register_profile("default", max_examples=10, deadline=None)
     settings.register_profile("long", max_examples=100, deadline=None)
     settings.load_profile("long" if config.getoption("long") else "default")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvllm.config import require
@@ -29,12 +29,6 @@ def require_positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
-
-
-def require_unique(option: str, values: Iterable[object]) -> None:
-    """Raises ConfigError if a value is given twice."""
-    values = list(values)
-    require(len(set(values)) == len(values), option, " ".join(map(str, values)), "each may be given once")
 
 
 def run_script(script: Callable[[Sequence[str]], None]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvllm import LLM
+import random
+
+from kvllm import LLM, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
-from kvllm.core.executor import Executor
 from kvllm.worker.inline import InlineExecutor
-from kvllm.worker.model_runner import ModelRunner
 
 
 def engine_of(llm: LLM) -> LLMEngine:
@@ -23,14 +23,11 @@ def executor_of(llm: LLM) -> InlineExecutor:
     return executor
 
 
-def runner_of(llm: LLM) -> ModelRunner:
-    """The runner of an executor in this process, or of one that wraps it and has its `runner`."""
-    runner = getattr(engine_of(llm).executor, "runner", None)
-    if not isinstance(runner, ModelRunner):
-        raise TypeError(f"an executor in this process is needed, not {type(engine_of(llm).executor).__name__}")
-    return runner
-
-
-def replace_executor(llm: LLM, executor: Executor) -> None:
-    """Let the engine send its plans to another executor, which may pass them on."""
-    engine_of(llm).executor = executor
+def add_sequences(llm: LLM, number: int, context: int, max_tokens: int | None = None) -> list[RequestOutput]:
+    """Sequences of random tokens, once their prompts are computed. Without `max_tokens` they never end."""
+    params, engine = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), engine_of(llm)
+    rng, vocabulary = random.Random(0), range(llm.model_config.vocab_size)
+    outputs = [engine.add_request(str(i), rng.choices(vocabulary, k=context), params) for i in range(number)]
+    while not all(output.outputs[0].token_ids for output in outputs):
+        engine.step()
+    return outputs

@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,21 @@ from typing import Any
 import psutil
 import torch
 
-import kvllm
 from kvllm.memory_pages import use_huge_pages
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PROBE_BYTES = 512 << 20
 
 
-def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The command, the machine and the versions: all that is needed to judge and to repeat a run."""
-    return {
-        "command": shlex.join(["python", "-m", module, *arguments]),
-        "machine": machine(),
-        "versions": {
-            "kvllm": kvllm.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "numpy")},
-        },
-    }
-
-
 def announce(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Print the command and the machine. Returns the provenance for the report."""
-    found = provenance(module, arguments)
-    print(f"{found['command']}\n{describe(found['machine'])}", flush=True)
-    return found
+    """Print the command and the machine. Returns them, with the versions, for the report: what is needed to judge and
+    to repeat a run."""
+    command, found = shlex.join(["python", "-m", module, *arguments]), machine()
+    instructions = ", ".join(found["instructions"]) or "no vector extensions"
+    parts = [f"{found['cpu']}, {found['cores']} cores ({instructions})", f"load average {found['load_average']}"]
+    print("; ".join([command, *parts, *found["gpus"]]), flush=True)
+    versions = {name: version(name) for name in ("kvllm", "torch", "transformers", "numpy")}
+    return {"command": command, "machine": found, "versions": {"python": platform.python_version(), **versions}}
 
 
 def machine() -> dict[str, Any]:
@@ -55,21 +45,10 @@ def machine() -> dict[str, Any]:
         "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "instructions": [name for name in INSTRUCTIONS if name in info.get("flags", "").split()],
-        "last_level_cache_bytes": last_level_cache(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "system": platform.platform(),
         "load_average": round(os.getloadavg()[0], 2),
     }
-
-
-def describe(machine: Mapping[str, Any]) -> str:
-    """A machine in one line."""
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instructions']) or 'no vector extensions'}), "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, {machine['torch_threads']} torch threads, "
-        f"load average {machine['load_average']}" + "".join(f"; {name}" for name in machine["gpus"])
-    )
 
 
 def last_level_cache() -> int | None:

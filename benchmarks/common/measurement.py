@@ -14,36 +14,13 @@ from typing import Any
 from msgspec import Struct
 
 from benchmarks.common import machine
-from benchmarks.common.internals import runner_of
 from kvllm import LLM, RequestOutput, SamplingParams
 from kvllm.durations import Durations
 
 
-class Measurement(Struct, kw_only=True):
-    """One run. Counts and seconds leave the warm-up out. Concurrency is the number of sequences in a step.
+class Counts(Struct, kw_only=True):
+    """Fields of EngineStats that count up: the figures of one run are differences."""
 
-    output_tokens_per_s: output tokens over the time of the run. step_tokens_per_s: the mean over all steps of the
-        tokens sampled / the step's time. The second weighs a long run's last steps, with few sequences, as much as
-        full ones.
-    mean_latency, p99_latency: seconds from a request's arrival (here all arrive at once) to its last token. The 99th
-        percentile is the least latency that 99% of the requests do not exceed.
-    other_load: cores that other processes kept busy meanwhile, on average. Times are comparable where it is near 0.
-    timeline: (running sequences, blocks in use) of each step.
-    """
-
-    device: str
-    seconds: float
-    requests: int
-    output_tokens: int
-    output_tokens_per_s: float
-    step_tokens_per_s: float
-    requests_per_s: float
-    mean_latency: float
-    p99_latency: float
-    other_load: float
-    steps: int
-    mean_concurrency: float
-    peak_concurrency: int
     preemptions: int
     tokens_recomputed: int
     swapped_out: int
@@ -57,36 +34,39 @@ class Measurement(Struct, kw_only=True):
     recompute_seconds: float
     score_seconds: float
     compact_seconds: float
-    median_stall_seconds: float
+
+
+class Measurement(Counts, kw_only=True):
+    """One run. Counts and seconds leave the warm-up out. Concurrency is the number of sequences in a step.
+
+    output_tokens_per_s: output tokens over the time of the run. step_tokens_per_s: the mean over all steps of the
+        tokens sampled / the step's time. The second weighs a long run's last steps, with few sequences, as much as
+        full ones.
+    mean_latency, p99_latency: seconds from a request's arrival (here all arrive at once) to its last token. The 99th
+        percentile is the least latency that 99% of the requests do not exceed.
+    other_load: cores that other processes kept busy meanwhile, on average. Times are comparable where it is near 0.
+    timeline: (running sequences, blocks in use) of each step.
+    """
+
+    seconds: float
+    output_tokens: int
+    output_tokens_per_s: float
+    step_tokens_per_s: float
+    mean_latency: float
+    p99_latency: float
+    other_load: float
+    steps: int
+    mean_concurrency: float
+    peak_concurrency: int
     p99_stall_seconds: float
     longest_stall_seconds: float
     num_blocks: int
     block_bytes: int
-    method_state_bytes: int
-    peak_event_bytes: int
     mean_blocks: float
     peak_blocks: int
     peak_kv_bytes: int
     peak_memory_bytes: int
     timeline: list[tuple[int, int]]
-
-
-COUNTERS = (
-    "preemptions",
-    "tokens_recomputed",
-    "swapped_out",
-    "blocks_loaded",
-    "compression_events",
-    "windows_compressed",
-    "entries_evicted",
-    "blocks_released",
-    "decode_seconds",
-    "prefill_seconds",
-    "recompute_seconds",
-    "score_seconds",
-    "compact_seconds",
-)
-"""Fields of EngineStats that count up: the figures of one run are differences."""
 
 
 def measure(
@@ -97,7 +77,7 @@ def measure(
     Raises the error of the first request that could not be served.
     """
     stats = llm.stats()
-    before = {name: stats[name] for name in COUNTERS}
+    before = {name: stats[name] for name in Counts.__struct_fields__}
     stats.stalls, stats.event_stalls = Durations(), Durations()  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
     with _rates_of_steps(llm) as rates:
@@ -110,41 +90,31 @@ def measure(
             raise output.error
     timeline = stats.timeline_since(steps_before)
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    latencies = sorted(_latency(output) for output in outputs)
+    times = [output.metrics for output in outputs]
+    latencies = sorted((each.finished_time or 0.0) - each.arrival_time for each in times)  # all have ended
     peak_blocks = max(blocks for _, blocks in timeline)
     return outputs, Measurement(
-        device=runner_of(llm).cache.data.device.type,
         seconds=seconds,
-        requests=len(outputs),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / seconds,
         step_tokens_per_s=mean(rates),
-        requests_per_s=len(outputs) / seconds,
         mean_latency=mean(latencies),
         p99_latency=latencies[ceil(0.99 * len(latencies)) - 1],
         other_load=max(0.0, others / seconds),
         steps=len(timeline),
         mean_concurrency=sum(running for running, _ in timeline) / len(timeline),
         peak_concurrency=max(running for running, _ in timeline),
-        **{name: stats[name] - before[name] for name in COUNTERS},
-        median_stall_seconds=stats.stalls.p50,
+        **{name: stats[name] - before[name] for name in Counts.__struct_fields__},
         p99_stall_seconds=stats.stalls.p99,
         longest_stall_seconds=stats.longest_stall_seconds,
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,
-        method_state_bytes=stats.method_state_bytes,
-        peak_event_bytes=stats.peak_event_bytes,
         mean_blocks=sum(blocks for _, blocks in timeline) / len(timeline),
         peak_blocks=peak_blocks,
         peak_kv_bytes=peak_blocks * llm.cache_shape.bytes_per_block,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
     )
-
-
-def _latency(output: RequestOutput) -> float:
-    assert output.metrics.finished_time is not None
-    return output.metrics.finished_time - output.metrics.arrival_time
 
 
 @contextmanager

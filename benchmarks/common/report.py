@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -31,8 +30,37 @@ def save(path: Path, figure: Figure) -> None:
     figure.savefig(path, dpi=150)
 
 
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / MIB:.1f} MiB"
+class Line(NamedTuple):
+    """The points of a line, and how far the interval of each reaches below and above it, if it has one."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    errors: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
+    """Draw lines over one x axis.
+
+    panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
+    """
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    figure = Figure(figsize=(9, 2.5 * len(panels) + 2), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    handles = {}
+    for axes, (ylabel, lines) in zip(all_axes, panels.items(), strict=True):
+        for label, line in lines.items():
+            index = labels.index(label)
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
+            style |= {"linewidth": 1.2, "marker": "o" if len(line.x) < 50 else None, "markersize": 3, "capsize": 2}
+            handles[label] = axes.errorbar(line.x, line.y, line.errors, **style)
+        axes.set_ylabel(ylabel)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel(xlabel)
+    figure.suptitle(title)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
+    save(path, figure)
 
 
 def plot_timelines(
@@ -42,49 +70,9 @@ def plot_timelines(
 
     timelines: by run, (running sequences, blocks in use) of each step. pools: blocks in the pool of each run.
     """
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    running, used = figure.subplots(2, sharex=True)
-    for (name, timeline), pool, colour in zip(timelines.items(), pools, cycle(COLOURS), strict=False):
-        label = name.replace("\n", " ")
-        running.plot([step[0] for step in timeline], color=colour, linewidth=1.2, label=label)
-        used.plot([100 * step[1] / pool for step in timeline], color=colour, linewidth=1.2)
-        for axes in (running, used):
-            axes.axvline(len(timeline), color=colour, linewidth=0.8, linestyle=":")
-    running.set(ylabel="running sequences", title=title)
-    used.set(ylabel="KV pool in use (%)", xlabel="step (dotted: the last request has ended)", ylim=(0, 104))
-    for axes in (running, used):
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
-    save(path, figure)
-
-
-Line = tuple[Sequence[float], Sequence[float]]
-"""The x and the y of its points."""
-
-
-def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
-    """Draw lines over one x axis.
-
-    panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
-    """
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    figure = Figure(figsize=(9, 2.5 * len(panels) + 1), layout="constrained")
-    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    handles = {}
-    for axes, (ylabel, lines) in zip(all_axes, panels.items(), strict=True):
-        for label, (x, y) in lines.items():
-            index = labels.index(label)
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
-            (handles[label],) = axes.plot(x, y, **style, linewidth=1.2, marker="o", markersize=3)
-        axes.set_ylabel(ylabel)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1].set_xlabel(xlabel)
-    figure.suptitle(title)
-    names = [label.replace("\n", " ") for label in handles]
-    figure.legend(handles.values(), names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
-    save(path, figure)
+    running, used = {}, {}
+    for (name, timeline), pool in zip(timelines.items(), pools, strict=True):
+        steps = range(len(timeline))
+        running[name] = Line(steps, [step[0] for step in timeline])
+        used[name] = Line(steps, [100 * step[1] / pool for step in timeline])
+    plot_lines(path, title, "step", {"running sequences": running, "KV pool in use (%)": used})

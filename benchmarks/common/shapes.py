@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvllm.engine_args import DEFAULT_MODEL
+
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -58,9 +60,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Parameters: 40.4 M; 596 M, as Qwen3-0.6B; 8.0 G, as DeepSeek-R1-Distill-Llama-8B."""
 
 
-def named_shape(name: str, directory: Path) -> Path:
-    """Write the config.json of a built-in shape and return its directory."""
+REASONER = "reasoner"
+MODEL_HELP = (
+    f"directory of a checkpoint, {REASONER} (the package's), or a shape with random weights: {', '.join(SHAPES)}"
+)
+
+
+def find_model(name: str, directory: Path) -> Path:
+    """The directory of a checkpoint, the package's model, or a shape, whose config.json is written to `directory`."""
+    if name == REASONER:
+        return DEFAULT_MODEL
+    if name not in SHAPES:
+        return Path(name).resolve()
     path = directory / name
-    path.mkdir()
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]))
     return path

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
+
+import msgspec
 
 from benchmarks.common import report
+from benchmarks.common.jobs import Job
 from benchmarks.common.measurement import Measurement
 
 SHOWN = {
     "output_tokens_per_s": ("output tokens/s", "{:.1f}"),
     "step_tokens_per_s": ("the same, mean over steps", "{:.1f}"),
-    "requests_per_s": ("requests/s", "{:.2f}"),
     "seconds": ("time, s", "{:.2f}"),
     "decode_seconds": ("decode, s", "{:.2f}"),
     "prefill_seconds": ("prefill, s", "{:.2f}"),
     "recompute_seconds": ("recompute queries, s", "{:.2f}"),
     "score_seconds": ("score and select, s", "{:.2f}"),
     "compact_seconds": ("compact, s", "{:.2f}"),
-    "median_stall_seconds": ("wait for a token, median, s", "{:.3f}"),
     "p99_stall_seconds": ("wait for a token, 99th percentile, s", "{:.3f}"),
     "longest_stall_seconds": ("longest wait for a token, s", "{:.3f}"),
     "mean_latency": ("latency, mean, s", "{:.2f}"),
@@ -35,8 +37,6 @@ SHOWN = {
     "windows_compressed": ("windows compressed", "{:.0f}"),
     "blocks_released": ("blocks released", "{:.0f}"),
     "peak_kv_bytes": ("peak KV in use, MiB", "{:.1f}"),
-    "method_state_bytes": ("state of the method beside it, MiB", "{:.1f}"),
-    "peak_event_bytes": ("peak of a compression event, MiB", "{:.1f}"),
     "peak_memory_bytes": ("peak process memory, MiB", "{:.1f}"),
 }
 Spread = dict[str, float]
@@ -50,6 +50,16 @@ def spread_of(values: Sequence[float]) -> Spread:
 def summarize(runs: Sequence[Measurement]) -> dict[str, Spread]:
     """Each figure over the repeats."""
     return {name: spread_of([getattr(run, name) for run in runs]) for name in SHOWN}
+
+
+def entry(job: Job, model: str, measured: Sequence[Measurement]) -> dict[str, Any]:
+    """The entry of a report about a variant."""
+    return {
+        "engine": job.engine | {"model": model},
+        "compression": msgspec.to_builtins(job.compression),
+        "summary": summarize(measured),
+        "runs": msgspec.to_builtins(measured),
+    }
 
 
 def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, Spread]:
@@ -67,13 +77,15 @@ def show_spread(values: Spread, shape: str) -> str:
     return middle if least == most else f"{middle} ({least}-{most})"
 
 
-def show(runs: dict[str, list[Measurement]], figures: Iterable[str] = SHOWN) -> str:
+def show(
+    runs: dict[str, list[Measurement]], figures: Iterable[str] = SHOWN, first_rows: Sequence[list[str]] = ()
+) -> str:
     """A table of some figures with a column for each variant, and the ratios of tokens per second."""
-    summaries = [summarize(of_variant) for of_variant in runs.values()]
-    rows = []
+    summaries, rows = [summarize(of_variant) for of_variant in runs.values()], [*first_rows]
     for name in figures:
         (title, shape), unit = SHOWN[name], report.MIB if name.endswith("_bytes") else 1
         cells = [{key: value / unit for key, value in summary[name].items()} for summary in summaries]
         rows.append([title, *(show_spread(cell, shape) for cell in cells)])
     rows.append(["tokens/s, ratio", "1", *(show_spread(ratio, "{:.2f}") for ratio in ratios(runs).values())])
-    return report.table(["", *(name.replace(":", ":\n").replace(",", ",\n") for name in runs)], rows)
+    names = [name.replace(", ", ",").replace(":", ":\n").replace(",", ",\n") for name in runs]
+    return report.table(["", *names], rows)

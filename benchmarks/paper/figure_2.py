@@ -1,21 +1,21 @@
 """Survivors of each region of a text after repeated compression (figure 2 of the Kara paper).
 
-    python -m benchmarks.paper.figure_2 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.paper.figure_2 --model DIR
     python -m benchmarks.paper.figure_2 --preset cpu
 
 Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the script
 follows the position in the text of every KV pair in the cache, for each layer and KV head. At the end it cuts the text,
-prompt included, into equal regions, and gives two shares of each: the KV pairs that survive, and the layers and heads
-that hold none of the region any more.
+prompt included, into equal regions, and gives the share of the KV pairs of each that survive.
 
 Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"). All other methods compress the
-whole cache at a threshold. --policy gives one policy to all methods, and leaves out those that it does not allow. The
+whole cache at a threshold, from 5 blocks to 4 and one KV pair. Prompts are random ids, or the reasoner's problems. The
 figures go to figure_2.json, a plot to figure_2.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,26 +26,32 @@ import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks.common import command_line, engines, kara_paper, report, runs
-from benchmarks.common.internals import executor_of, replace_executor
-from benchmarks.common.jobs import Job, make_engine, serve
+from benchmarks.common import command_line, jobs, machine, report, shapes, workloads
+from benchmarks.common.internals import engine_of, executor_of
+from benchmarks.common.jobs import Job
 from benchmarks.common.variants import Variant
-from kvllm.compression.specs import SPECS, Compresses
+from benchmarks.common.workloads import Request
+from benchmarks.paper import settings
+from benchmarks.reasoner.tokenizer import encode
+from kvllm import LLM
+from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.policies import Periodic, Threshold
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
+from kvllm.models.config import load_model_config
 from kvllm.worker.inline import InlineExecutor
 
 HOLE = -1
 """Stands for a position where a head keeps fewer KV pairs than it has slots."""
-OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
-KINDS: dict[str, Compresses] = {PERIODIC: "windows", THRESHOLD: "cache"}
 METHODS = tuple(SPECS)
-BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("cache"))
-PRESETS: dict[str, runs.Preset] = {
+DEFAULT = tuple(name for name, spec in SPECS.items() if not spec.reads_file)
+"""Without those that need a file beside the model."""
+LINES = (26, 40)
+"""Fewest and most lines of the reasoner's programs."""
+PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"model": "8b", "num_prompts": 4, "input_len": 128, "output_len": 8192, "block_size": 256},
-    "cpu": {"model": runs.REASONER, "num_prompts": 2, "input_len": 64, "output_len": 512, "block_size": 32},
+    "cpu": {"model": shapes.REASONER, "num_prompts": 2, "input_len": 64, "output_len": 512, "block_size": 32},
 }
 
 
@@ -77,15 +83,15 @@ class PositionTracker(BlockingExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
         for start in plan.new_seqs:
-            self._logical[start.seq_id] = start.cached_length
-            self.positions[start.seq_id] = self._text(0, start.cached_length)
+            self._logical[start.seq_id] = start.logical_length
+            self.positions[start.seq_id] = self._text(0, start.logical_length)
             self.events[start.seq_id] = 0
-        moving = [job for job in plan.compressions if job.destinations]
+        moving = [job for job in plan.compressions if job.moves]
         for i, job in enumerate(moving):
             assert self._moved is not None
             self._compress(job, self._moved[:, i])
         for job in plan.compressions:
-            if not job.destinations:  # whole blocks at the beginning are released
+            if not job.moves:  # whole blocks at the beginning are released
                 self._compress(job, self._text(0, 0))
         for seq_id, num_tokens in plan.query_tokens():
             begin = self._logical[seq_id]
@@ -99,10 +105,10 @@ class PositionTracker(BlockingExecutor):
 
     def _compress(self, job: CompressionJob, kept: Tensor) -> None:
         """kept: `[layers, kv_heads, kv_pairs]`, offsets in the region, padded with -1."""
-        positions = self.positions[job.seq_id]
-        begin = job.first_block * self.runner.block_size
-        end = min(positions.shape[-1], begin + job.region_blocks * self.runner.block_size)
-        kept = kept[:, :, : end - begin - job.dropped]
+        positions, (own,) = self.positions[job.seq_id], job.parts
+        begin = own.first_block * self.runner.block_size
+        end = min(positions.shape[-1], begin + own.region_blocks * self.runner.block_size)
+        kept = kept[:, :, : end - begin - own.dropped]
         survivors = positions[:, :, begin:end].gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, HOLE)
         self.positions[job.seq_id] = torch.cat((positions[:, :, :begin], survivors, positions[:, :, end:]), dim=-1)
         self.events[job.seq_id] += 1
@@ -126,93 +132,77 @@ def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[
     return counts[..., :regions], bounds.diff()
 
 
-def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
-    policy = (PERIODIC if method in BY_WINDOWS else THRESHOLD) if args.policy == OWN else args.policy
-    eighth = args.block_size // 8
-    options: Any = Periodic(window_blocks=3, period=args.block_size // 2)
-    if policy == THRESHOLD:
-        protects = SPECS[method].reselects
-        options = Threshold(threshold_tokens=args.threshold, budget_tokens=args.budget, protect_prompt=protects)
+def compression(method: str, block_size: int) -> CompressionConfig:
+    eighth = block_size // 8
+    policy: Any = Periodic(window_blocks=3, period=block_size // 2)
+    if not (method.startswith("kara") or SPECS[method].refusal("cache")):
+        cut = {"threshold_tokens": 5 * block_size, "budget_tokens": 4 * block_size + 1}
+        policy = Threshold(**cut, protect_prompt=SPECS[method].reselects)
     own = SPECS[method].own(chunk_budget=eighth, query_window=eighth)
-    return CompressionConfig(method=method, method_options=own, policy=options, buffer=eighth)
+    return CompressionConfig(method=method, method_options=own, policy=policy, buffer=eighth)
 
 
-def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
-    if args.methods is None:
-        allowed = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(KINDS[args.policy])]
-        methods = [name for name in allowed if not SPECS[name].reads_file]  # these need a file beside the model
-    else:
-        methods = args.methods
-    command_line.require_unique("--methods", methods)
-    options = argparse.Namespace(**vars(args), max_num_seqs=len(requests))
-    return {
-        name: engines.make_job(options, Variant(name, compression(args, name)), path, model, requests)
-        for name in methods
-    }
+def make_requests(args: argparse.Namespace, vocab_size: int) -> list[Request]:
+    if args.model == shapes.REASONER:
+        problems = settings.make_problems(args.num_prompts, LINES, args.seed)
+        return [Request(encode(problem.prompt), args.output_len) for problem in problems]
+    lengths = [(args.input_len, args.output_len)] * args.num_prompts
+    return workloads.random_requests(random.Random(args.seed), lengths, vocab_size)
+
+
+def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
+    requests = make_requests(args, load_model_config(path).vocab_size)
+    variants = [Variant(name, compression(name, args.block_size)) for name in args.methods]
+    number = len(requests)
+    return {each.name: jobs.make_job(args, each, path, requests, number, number) for each in variants}
 
 
 def follow(job: Job, regions: int) -> dict[str, Any]:
     """Run a job and report the survivors, on average over its sequences."""
-    llm = make_engine(job)
+    llm = LLM(job.model, compression=job.compression, **job.engine)
     tracker = PositionTracker(executor_of(llm))
-    replace_executor(llm, tracker)
-    _, measurement = serve(llm, job.requests)
+    engine_of(llm).executor = tracker
+    jobs.serve(llm, job.requests)
     counts, sizes = zip(
         *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
         strict=True,
     )
     share = [(count / size).mean(dim=(0, 1)) for count, size in zip(counts, sizes, strict=True)]
-    lost = [(count == 0).double().mean(dim=(0, 1)) for count in counts]
+    every = sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True))
     return {
         "survivors": torch.stack(share).mean(0).tolist(),
-        "lost": torch.stack(lost).mean(0).tolist(),
-        "lost_of_all": torch.stack(lost).mean().item(),
-        "kept_of_all": sum(int(count.sum()) for count in counts)
-        / sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True)),
+        "kept_of_all": sum(int(count.sum()) for count in counts) / every,
         "events_per_sequence": mean(tracker.events.values()),
-        "mean_kv_bytes": measurement.mean_blocks * measurement.block_bytes,
+        "compression": msgspec.to_builtins(job.compression),
     }
 
 
-def table(results: dict[str, dict[str, Any]], figure: str, total: str, title: str) -> str:
-    regions = len(next(iter(results.values()))[figure])
-    header = [title, *(f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)), "all", "events"]
+def show(results: dict[str, dict[str, Any]], regions: int) -> str:
+    parts = [f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)]
     rows = []
     for name, result in results.items():
-        shares = [f"{value:.0%}" for value in result[figure]]
-        rows.append([name, *shares, f"{result[total]:.1%}", f"{result['events_per_sequence']:.1f}"])
-    return report.table(header, rows)
-
-
-def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
-    def lines(figure: str) -> dict[str, report.Line]:
-        return {
-            name: ([100 * (i + 0.5) / len(r[figure]) for i in range(len(r[figure]))], [100 * v for v in r[figure]])
-            for name, r in results.items()
-        }
-
-    panels = {"KV pairs that survive (%)": lines("survivors"), "layers and heads without any (%)": lines("lost")}
-    report.plot_lines(path, title, "region of the text (%)", panels)
+        shares = [f"{value:.0%}" for value in result["survivors"]]
+        rows.append([name, *shares, f"{result['kept_of_all']:.1%}", f"{result['events_per_sequence']:.1f}"])
+    return report.table(["KV pairs that survive", *parts, "all", "events"], rows)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = runs.make_parser("benchmarks.paper.figure_2", __doc__, PRESETS)
+    parser = command_line.make_parser("benchmarks.paper.figure_2", __doc__)
+    jobs.add_engine_arguments(parser)
     add = parser.add_argument
-    allowed = f"default: all that --policy allows and that need no statistics, of {', '.join(METHODS)}"
-    add("--methods", nargs="+", choices=METHODS, metavar="M", help=allowed)
-    own = "own: periodic for Kara, its ablations and others that need it, else threshold"
-    add("--policy", choices=(OWN, PERIODIC, THRESHOLD), default=OWN, help=own)
-    add("--threshold", type=int, help="KV pairs at which a whole cache is compressed (default: 5 blocks)")
-    add("--budget", type=int, help="KV pairs that are left then (default: 4 blocks and one KV pair)")
+    add("--preset", choices=tuple(PRESETS), default="paper", help="defaults of the other options")
+    add("--num-prompts", type=int, help="texts")
+    add("--input-len", type=int, help="tokens of a prompt of random ids")
+    add("--output-len", type=int, help="tokens generated for every prompt")
+    allowed = f"default: all that need no statistics, of {', '.join(METHODS)}"
+    add("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="M", help=allowed)
     add("--regions", type=int, default=10, help="number of equal parts of the text (default 10)")
-    engines.add_engine_arguments(parser)
-    args = runs.parse(parser, PRESETS, arguments)
-    command_line.require_positive(args, "regions")
+    command_line.add_output_argument(parser)
+    parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
+    args = parser.parse_args(arguments)
+    command_line.require_positive(args, "num_prompts", "input_len", "regions")
+    require(args.output_len >= args.regions, "--output-len", args.output_len, f"at least --regions={args.regions}")
     require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: buffers are an eighth of it")
-    if args.threshold is None:
-        args.threshold = 5 * args.block_size
-    if args.budget is None:
-        args.budget = 4 * args.block_size + 1
     return args
 
 
@@ -220,35 +210,19 @@ def draw_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        path, model = runs.find_model(args, Path(directory))
-        workload, requests = runs.make_requests(args, path, model)
-        shortest = min(request.kv_pairs for request in requests)
-        require(args.regions <= shortest, "--regions", args.regions, f"at most the shortest text's {shortest} KV pairs")
-        jobs = make_jobs(args, path, model, requests)
-        totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.paper.figure_2", arguments, totals)
-        for name, job in jobs.items():
+        of_methods = make_jobs(args, shapes.find_model(args.model, Path(directory)))
+        provenance = machine.announce("benchmarks.paper.figure_2", arguments)
+        for name, job in of_methods.items():
             results[name] = follow(job, args.regions)
             print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
-    print(f"\n{table(results, 'survivors', 'kept_of_all', 'KV pairs that survive')}\n")
-    print(table(results, "lost", "lost_of_all", "layers and heads without any"))
-    print(f"\nPublished ({kara_paper.PAPER}): a figure, whose numbers are not known.")
-    print(
-        "The limit: the settings fix the share that is kept of all regions, so a method keeps more of one region only "
-        "where\nit keeps less of another. Methods whose 'all' differ are not comparable."
-    )
-    content = {
-        **provenance,
-        "paper": kara_paper.PAPER,
-        "model": {"name": args.model, **msgspec.to_builtins(model)},
-        "workload": totals,
-        "methods": {
-            name: {"compression": msgspec.to_builtins(jobs[name].compression), **result}
-            for name, result in results.items()
-        },
-    }
-    report.write_json(args.output / "figure_2.json", content)
-    plot(args.output / "figure_2.png", f"{args.model}: survivors of a text", results)
+    print(f"\n{show(results, args.regions)}")
+    print(f"\nPublished ({settings.PAPER}): a figure, whose numbers are not known.")
+    print("The settings fix the share that is kept of all regions. Methods whose 'all' differ are not comparable.")
+    report.write_json(args.output / "figure_2.json", {**provenance, "model": args.model, "methods": results})
+    middles = [100 * (i + 0.5) / args.regions for i in range(args.regions)]
+    lines = {name: report.Line(middles, [100 * share for share in r["survivors"]]) for name, r in results.items()}
+    panels = {"KV pairs that survive (%)": lines}
+    report.plot_lines(args.output / "figure_2.png", f"{args.model}: a text", "region of the text (%)", panels)
     print(f"Written: {args.output / 'figure_2.json'}, {args.output / 'figure_2.png'}")
 
 

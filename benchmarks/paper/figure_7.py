@@ -8,17 +8,14 @@ candidates, which are the best scores alone; the KV pairs that Kara keeps, where
 between candidates; and as many of the best scores, which Kara would keep without Token2Chunk. The window's last KV
 pairs, the buffer, are always kept.
 
-The terminal shows the text with a digit under each token (0: no layer and head keeps it, 9: all do). The sets and all
-scores go to figure_7.json and a drawing to figure_7.png.
+The sets and all scores go to figure_7.json and a drawing to figure_7.png.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import msgspec
@@ -27,10 +24,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.common import accuracy, command_line, machine, report
-from benchmarks.common.internals import executor_of, replace_executor
-from benchmarks.common.questions import QuestionSource
+from benchmarks.common import command_line, machine, report
+from benchmarks.common.internals import engine_of, executor_of
+from benchmarks.paper import settings
 from benchmarks.reasoner.tasks import DEFAULT_SIZE
+from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.config import require
@@ -40,8 +38,6 @@ from kvllm.errors import ConfigError
 from kvllm.worker.inline import InlineExecutor
 
 CANDIDATES, KEPT, PLAIN = "before: candidates", "after Token2Chunk", "as many, without Token2Chunk"
-WIDTH = 100
-"""Characters of a line in the terminal."""
 COLUMNS = 16
 """Tokens of a line in the drawing."""
 
@@ -63,11 +59,6 @@ class Window:
         pairs = zip(self.scores, self.kept[name], strict=True)
         return torch.cat([torch.zeros_like(scores).scatter(-1, kept, 1.0) for scores, kept in pairs]).mean(0).tolist()
 
-    def mean_scores(self) -> list[float]:
-        """The mean score of each token over layers and heads. If all tokens were attended alike, each would have 1."""
-        relative = torch.cat([scores / scores.mean(-1, keepdim=True) for scores in self.scores])
-        return relative.mean(0).tolist()
-
 
 class Observer(BlockingExecutor):
     """Runs the plans of one sequence, and observes the selection from every window."""
@@ -88,8 +79,9 @@ class Observer(BlockingExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         for job in plan.compressions:
             # The standalone policy compresses a window as soon as there is one: all drops so far were before it.
-            self.windows.append(Window(job.first_block * self._block_size + self._dropped))
-            self._dropped += job.dropped
+            (own,) = job.parts
+            self.windows.append(Window(own.first_block * self._block_size + self._dropped))
+            self._dropped += own.dropped
         return self.inner.execute(plan)
 
     def _observe(self, queries: Tensor, keys: Tensor, *, buffer: int, chunk_budget: int, **options: Any) -> Tensor:
@@ -113,22 +105,13 @@ class Observer(BlockingExecutor):
 
 
 def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[list[str], list[Window]]:
-    """Answer the question. Returns the tokens of the prompt and the answer, and the windows that were compressed."""
-    source = QuestionSource(
-        task=args.task,
-        sizes=(args.size, args.size),
-        count=1,
-        seed=args.seed,
-        dataset=args.dataset,
-        limit=args.max_tokens,
-    )
-    questions = source.load()
-    llm = LLM(args.model, dtype=accuracy.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression)
+    """Solve the problem. Returns the tokens of the prompt and the answer, and the windows that were compressed."""
+    (problem,) = settings.make_problems(1, (args.size, args.size), args.seed)
+    llm = LLM(args.model, dtype=args.dtype, block_size=1, max_num_seqs=1, compression=compression)
     observer = Observer(executor_of(llm))
-    replace_executor(llm, observer)
-    answer = llm.chat if questions.chat else llm.generate
-    params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
-    output = answer(questions.prompts[0], params, use_tqdm=False)[0]
+    engine_of(llm).executor = observer
+    params = SamplingParams(temperature=0, max_tokens=len(encode(problem.working)) + 16)
+    output = llm.generate(problem.prompt, params, use_tqdm=False)[0]
     assert llm.tokenizer is not None  # or the prompt could not have been read
     token_ids = output.prompt_token_ids + output.outputs[0].token_ids
     return [llm.tokenizer.decode([token_id]) for token_id in token_ids], observer.windows
@@ -137,54 +120,20 @@ def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[l
 # Figures
 
 
-def runs_of(kept: Sequence[int]) -> int:
-    """The number of stretches of neighbouring positions."""
-    return 1 + sum(after - before > 1 for before, after in pairwise(kept)) if kept else 0
-
-
-def show(window: Window) -> str:
-    """A table of the sets, on average over layers and heads."""
-    rows = []
-    for name, by_layer in window.kept.items():
-        heads = [head for kept in by_layer for head in kept.tolist()]
-        scores = [row for scores in window.scores for row in scores.tolist()]
-        mass = mean(sum(row[i] for i in head) / sum(row) for head, row in zip(heads, scores, strict=True))
-        pairs, runs, shares = len(heads[0]), mean(map(runs_of, heads)), window.shares(name)
-        length = f"{pairs / runs:.2f}" if pairs else ""
-        everyone, nobody = sum(share == 1 for share in shares), sum(share == 0 for share in shares)
-        rows.append([name, str(pairs), f"{100 * mass:.1f}", f"{runs:.1f}", length, str(everyone), str(nobody)])
-    header = ["", "KV pairs\nkept", "share of the\nscores, %", "stretches", "their\nlength", "tokens kept\nby all"]
-    return report.table([*header, "tokens kept\nby none"], rows)
-
-
 def visible(token: str) -> str:
     """The text of a token without characters that would break a line."""
     return "".join(c if c.isprintable() else {"\n": "¶", "\t": "→"}.get(c, "�") for c in token) or "∅"
 
 
-def render(tokens: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
-    """The text, with a digit under each token for each of `lines`. The values of lines are shares."""
-    labels = [f"{name}  " for name in ("", *lines)]
-    margin = max(map(len, labels))
-    rows: list[list[str]] = [[""] * len(labels)]
-    for i, token in enumerate(map(visible, tokens)):
-        if len(rows[-1][0]) + len(token) > WIDTH - margin:
-            rows.append([""] * len(labels))
-        digits = [str(round(9 * values[i])) * len(token) for values in lines.values()]
-        rows[-1] = [line + piece for line, piece in zip(rows[-1], [token, *digits], strict=True)]
-    blocks = ["\n".join(label.ljust(margin) + line for label, line in zip(labels, row, strict=True)) for row in rows]
-    return "\n\n".join(blocks)
-
-
-def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float], highest: float) -> Any:
-    """A field for each token. `values` colour the first tokens; those without a value are grey."""
+def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float]) -> Any:
+    """A field for each token. `values` colour the first tokens; the buffer, which has none, is grey."""
     rows = -(-len(tokens) // COLUMNS)
     padded = [*values, *[float("nan")] * (rows * COLUMNS - len(values))]
     grid = torch.tensor(padded).view(rows, COLUMNS).numpy()
     axes.set_facecolor("lightgrey")
-    image = axes.imshow(grid, vmin=0, vmax=highest, cmap="YlOrRd", aspect="auto")
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="YlOrRd", aspect="auto")
     for i, (token, value) in enumerate(zip(tokens, padded, strict=False)):
-        colour = "white" if value > 0.7 * highest else "black"
+        colour = "white" if value > 0.7 else "black"
         text = visible(token).strip() or "␣"
         axes.text(i % COLUMNS, i // COLUMNS, text, ha="center", va="center", fontsize=6, color=colour)
     axes.set_title(title, fontsize=9)
@@ -194,33 +143,14 @@ def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float],
 
 
 def plot(path: Path, title: str, tokens: Sequence[str], window: Window) -> None:
-    """Draw the scores, and for each set the share of layers and heads that keep a token."""
+    """Draw for each set the share of layers and heads that keep a token."""
     rows = -(-len(tokens) // COLUMNS)
-    panels = 1 + len(window.kept)
-    figure = Figure(figsize=(11, panels * (0.28 * rows + 0.5) + 0.6), layout="constrained")
-    scores, *sets = figure.subplots(panels)
-    relative = window.mean_scores()
-    image = draw(scores, "score (1: as if all were attended alike)", tokens, relative, max(relative))
-    figure.colorbar(image, ax=scores)
-    for axes, name in zip(sets, window.kept, strict=True):
-        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} KV pairs)", tokens, window.shares(name), 1)
+    figure = Figure(figsize=(11, len(window.kept) * (0.28 * rows + 0.5) + 0.6), layout="constrained")
+    for axes, name in zip(figure.subplots(len(window.kept)), window.kept, strict=True):
+        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} KV pairs)", tokens, window.shares(name))
         figure.colorbar(image, ax=axes, label="layers and heads")
     figure.suptitle(title, fontsize=10)
     report.save(path, figure)
-
-
-def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
-    """All observations. The sets hold offsets in the window, by layer and KV head."""
-    return {
-        "position": window.position,
-        "tokens": list(tokens),
-        "mean_scores": window.mean_scores(),
-        "scores": [scores.tolist() for scores in window.scores],
-        "sets": {
-            name: {"kept": [kept.tolist() for kept in by_layer], "shares": window.shares(name)}
-            for name, by_layer in window.kept.items()
-        },
-    }
 
 
 # The script
@@ -228,44 +158,36 @@ def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.paper.figure_7", __doc__)
-    accuracy.add_model_arguments(parser)
+    settings.add_problem_arguments(parser)
     add = parser.add_argument
     add("--size", type=int, default=DEFAULT_SIZE, help=f"size of its problem (default {DEFAULT_SIZE})")
-    add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer': its first question instead")
-    add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
     add("--event", type=int, default=1, metavar="I", help="the I-th window that is compressed (default: the first)")
     add("--retention", default="0.3", help="default 0.3")
     add("--window", type=int, default=192, help="KV pairs of a window (default 192: as many as fit a page)")
     add("--buffer", type=int, default=64, help="its last KV pairs, which are always kept (default 64)")
-    add("--chunk-budget", type=int, default=8, help="KV pairs that complete chunks (default 8)")
-    add("--max-chunk", type=int, default=8, help="longest chunk (default 8)")
     command_line.add_output_argument(parser)
-    args = parser.parse_args(arguments)
-    accuracy.check_retention("--retention", args.retention)
-    return args
+    return parser.parse_args(arguments)
 
 
 def run_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    compression = accuracy.kara(
-        args.retention,
-        window=args.window,
-        buffer=args.buffer,
-        chunk_budget=args.chunk_budget,
-        max_chunk=args.max_chunk,
-    )
-    provenance = machine.provenance("benchmarks.paper.figure_7", arguments)
+    compression = settings.kara(args.retention, window=args.window, buffer=args.buffer)
+    provenance = machine.announce("benchmarks.paper.figure_7", arguments)
     tokens, windows = observe(args, compression)
     require(1 <= args.event <= len(windows), "--event", args.event, f"from 1 to {len(windows)}, this text's windows")
     window = windows[args.event - 1]
     tokens = tokens[window.position : window.position + args.window]
-    lines = {name: [*window.shares(name), *[1.0] * args.buffer] for name in (CANDIDATES, KEPT)}
     title = f"Window {args.event} of {len(windows)}, from position {window.position}"
-    print(f"{machine.describe(provenance['machine'])}\n{title}\n\n{render(tokens, lines)}\n\n{show(window)}")
-    report.write_json(
-        args.output / "figure_7.json",
-        {**provenance, "compression": msgspec.to_builtins(compression), **content(tokens, window)},
-    )
+    print(title)
+    content = {
+        **provenance,
+        "compression": msgspec.to_builtins(compression),
+        "position": window.position,
+        "tokens": tokens,
+        "scores": [scores.tolist() for scores in window.scores],
+        "sets": {name: [kept.tolist() for kept in by_layer] for name, by_layer in window.kept.items()},
+    }
+    report.write_json(args.output / "figure_7.json", content)
     plot(args.output / "figure_7.png", title, tokens, window)
     print(f"Written: {args.output / 'figure_7.json'}, {args.output / 'figure_7.png'}")
 

@@ -1,14 +1,14 @@
 """Throughput and latency over the number of sequences that may run at once (tables 2 and 3 of the Kara paper), and the
 running sequences and the use of the KV pool over the steps (figures 1 and 9).
 
-    python -m benchmarks.paper.tables_2_3 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.paper.tables_2_3
     python -m benchmarks.paper.tables_2_3 --preset cpu
 
 The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool. All requests
 arrive at the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
-paper's settings (appendix B.1) on the shape of its model, with random weights. Prompts are random ids unless --prompts
-names a file. The figures go to tables_2_3.json, a plot to tables_2_3.png, the steps of the first runs with the most
-sequences to figures_1_9.png. Counts repeat exactly; times do not.
+paper's settings (appendix B.1) on the shape of its model, with random weights and prompts of random ids. The paper does
+not tell the lengths of answers, which are lognormal here, nor the size of the pool. The figures go to tables_2_3.json,
+the steps of the first runs with the most sequences to figures_1_9.png. Counts repeat exactly; times do not.
 
 Throughput has two definitions here, because the paper's figures mix them: output tokens over the time of the run, and
 the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much as
@@ -17,195 +17,159 @@ full ones.
 
 from __future__ import annotations
 
+import argparse
+import random
 import tempfile
 from collections.abc import Sequence
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.common import command_line, jobs, kara_paper, limits, report, runs, summary
+from benchmarks.common import command_line, jobs, machine, report, shapes, summary, workloads
 from benchmarks.common.measurement import Measurement
+from benchmarks.common.variants import Variant
+from benchmarks.paper import settings
+from kvllm import CompressionConfig
+from kvllm.config import require
+from kvllm.models.config import load_model_config
 
-PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds", "compact_seconds")
+PAPER: dict[str, Any] = {
+    "model": "8b",
+    "num_prompts": 500,
+    "input_len": 128,
+    "output_median": 2048,
+    "output_sigma": 0.8,
+    "max_output_len": 8192,
+    "block_size": 256,
+    "max_num_seqs": [16, 32, 64, 128, 256],
+    "pool_fraction": 0.5,
+    "repeats": 3,
+}
+CPU = {"model": "50m", "num_prompts": 24, "input_len": 64, "block_size": 64, "max_num_seqs": [8, 16], "repeats": 1}
+CPU |= {"output_median": 256, "output_sigma": 0.6, "max_output_len": 768}
+PRESETS = {"paper": PAPER, "cpu": PAPER | CPU}
+THROUGHPUT = ("output_tokens_per_s", "step_tokens_per_s")
+COUNTS = ("mean_concurrency", "preemptions", "tokens_recomputed", "compression_events", "windows_compressed")
+SECONDS = ("mean_latency", "p99_latency", "decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds")
+SECONDS += ("compact_seconds", "other_load")
 Runs = dict[str, list[Measurement]]
 
 
-class Row:
-    """The runs of one variant at one number of sequences, and their gains over the first variant."""
-
-    def __init__(self, of_variant: list[Measurement], limit: limits.PhysicalLimit) -> None:
-        self.runs = of_variant
-        self.summary = summary.summarize(of_variant)
-        self.memory_limit = limits.memory_limit(limit, of_variant[0])
-        self.gains: dict[str, dict[str, float]] = {}
-
-    def median(self, figure: str, shape: str) -> str:
-        return shape.format(self.summary[figure]["median"])
-
-    def gain(self, figure: str) -> str:
-        return f"{self.gains[figure]['median'] - 1:+.1%}" if self.gains else ""
-
-
-def make_rows(of_variants: Runs, limit: limits.PhysicalLimit) -> dict[str, Row]:
-    rows = {name: Row(measurements, limit) for name, measurements in of_variants.items()}
-    for figure in ("output_tokens_per_s", "step_tokens_per_s"):
-        for name, ratio in summary.ratios(of_variants, figure).items():
-            rows[name].gains[figure] = ratio
-    return rows
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.make_parser("benchmarks.paper.tables_2_3", __doc__)
+    jobs.add_engine_arguments(parser)
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="paper", help="defaults of the other options")
+    add("--num-prompts", type=int, help="requests")
+    add("--input-len", type=int, help="tokens of a prompt")
+    add("--output-median", type=int, help="of the tokens of an answer")
+    add("--output-sigma", type=float, help="standard deviation of their logarithm: a larger one gives a longer tail")
+    add("--max-output-len", type=int, help="most tokens of an answer")
+    add("--max-num-seqs", type=int, nargs="+", help="most running sequences; each number gets a table")
+    names = tuple(paper_variants(256))
+    add("--variants", nargs="+", choices=names, default=names, metavar="V", help=", ".join(names))
+    add("--repeats", type=int, help="runs of each variant")
+    command_line.add_output_argument(parser)
+    parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
+    args = parser.parse_args(arguments)
+    command_line.require_positive(args, "num_prompts", "input_len", "output_median", "max_output_len", "repeats")
+    require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: the paper's numbers are scaled by it")
+    return args
 
 
-def throughput_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
-    header = ["throughput", "output\ntokens/s", "gain", "paper", "mean over\nsteps", "gain", "memory\nallows"]
-    header += ["mean con-\ncurrency", "preemp-\ntions", "tokens re-\ncomputed", "events", "windows"]
-    return report.table(
-        header,
-        [
-            [
-                titles[name],
-                row.median("output_tokens_per_s", "{:,.0f}"),
-                row.gain("output_tokens_per_s"),
-                kara_paper.published_gain(name),
-                row.median("step_tokens_per_s", "{:,.0f}"),
-                row.gain("step_tokens_per_s"),
-                "no limit" if row.memory_limit is None else f"{row.memory_limit:,.0f}",
-                row.median("mean_concurrency", "{:.1f}"),
-                *(
-                    row.median(figure, "{:,.0f}")
-                    for figure in ("preemptions", "tokens_recomputed", "compression_events", "windows_compressed")
-                ),
-            ]
-            for name, row in rows.items()
-        ],
-    )
+def paper_variants(block_size: int) -> dict[str, Variant]:
+    """The variants of the paper, and the modes of KvLLM, by their names on the command line.
 
+    The paper's numbers are for blocks of 256 tokens, and scaled to other sizes: KvLLM keeps 257 of 768 KV pairs every
+    128 steps, with a buffer of 32.
+    """
 
-def latency_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
-    header = [
-        "latency and phases, s",
-        "mean",
-        "99th per-\ncentile",
-        "decode",
-        "prefill",
-        "recompute",
-        "score",
-        "compact",
-    ]
-    return report.table(
-        [*header, "other load,\ncores"],
-        [
-            [
-                titles[name],
-                *(row.median(figure, "{:,.2f}") for figure in ("mean_latency", "p99_latency", *PHASES)),
-                row.median("other_load", "{:.1f}"),
-            ]
-            for name, row in rows.items()
-        ],
-    )
+    def kara(title: str, **options: Any) -> Variant:
+        eighths = {"period": block_size // 2, "buffer": block_size // 8, "chunk_budget": block_size // 8}
+        return Variant(title, CompressionConfig(method="kara", **settings.WINDOWS | eighths | options))
 
-
-def pool_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
-    header = ["running sequences and KV pool", "mean con-\ncurrency", "peak", "pool in\nuse, mean", "peak", "steps"]
-    firsts = {name: row.runs[0] for name, row in rows.items()}
-    return report.table(
-        [*header, "blocks\nreleased"],
-        [
-            [
-                titles[name],
-                f"{run.mean_concurrency:.1f}",
-                f"{run.peak_concurrency}",
-                f"{run.mean_blocks / run.num_blocks:.0%}",
-                f"{run.peak_blocks / run.num_blocks:.0%}",
-                f"{run.steps:,}",
-                f"{run.blocks_released:,}",
-            ]
-            for name, run in firsts.items()
-        ],
-    )
-
-
-def plot(path: Path, model: str, titles: dict[str, str], tables: dict[int, dict[str, Row]]) -> None:
-    def lines(figure: str) -> dict[str, report.Line]:
-        return {
-            title: (list(tables), [rows[name].summary[figure]["median"] for rows in tables.values()])
-            for name, title in titles.items()
-        }
-
-    panels = {
-        "output tokens/s": lines("output_tokens_per_s"),
-        "tokens/s, mean over steps": lines("step_tokens_per_s"),
-        "mean latency (s)": lines("mean_latency"),
-        "99th percentile (s)": lines("p99_latency"),
-    }
-    report.plot_lines(path, f"{model}: throughput and latency", "most running sequences", panels)
-
-
-def to_json(rows: dict[str, Row], jobs: dict[str, Any], model: str) -> dict[str, Any]:
+    kept, window = block_size + 1, 3 * block_size
     return {
-        name: {
-            "engine": jobs[name].engine | {"model": model},
-            "compression": msgspec.to_builtins(jobs[name].compression),
-            "published_gain": kara_paper.published_gain(name),
-            "gains": row.gains,
-            "memory_limit_tokens_per_s": row.memory_limit,
-            "summary": row.summary,
-            "runs": [
-                {field: value for field, value in msgspec.to_builtins(run).items() if field != "timeline"}
-                for run in row.runs
-            ],
-        }
-        for name, row in rows.items()
+        "vanilla": Variant("vanilla"),
+        "snapkv": Variant(f"SnapKV, {5 * block_size} to {4 * block_size + 1}", settings.snapkv(block_size)),
+        "periodic": kara(f"KvLLM periodic, {kept} of {window}", retain_tokens=kept),
+        "periodic-blocks": kara("KvLLM periodic, 1 block of 3"),
+        "pressure": kara("KvLLM pressure, 1 block of 3", policy="pressure"),
     }
+
+
+def output_lengths(args: argparse.Namespace, rng: random.Random) -> list[int]:
+    """exp(N(log median, sigma^2)), rounded, at least 1 and at most `--max-output-len`. With sigma 0.8, one answer in a
+    hundred is more than six times as long as the median."""
+    drawn = [exp(rng.gauss(log(args.output_median), args.output_sigma)) for _ in range(args.num_prompts)]
+    return [min(args.max_output_len, max(1, round(length))) for length in drawn]
+
+
+# The tables of one number of sequences
+
+
+def show(runs: Runs, published: dict[str, str]) -> str:
+    """Medians; gains are over the first variant. published: the paper's gains by variant."""
+    gains = {figure: summary.ratios(runs, figure) for figure in THROUGHPUT}
+    summaries = {name: summary.summarize(measured) for name, measured in runs.items()}
+
+    def medians(name: str, figures: Sequence[str], shape: str) -> list[str]:
+        return [shape.format(summaries[name][figure]["median"]) for figure in figures]
+
+    throughput, latency = [], []
+    for name in runs:
+        row = [name]
+        for figure in THROUGHPUT:
+            gain = gains[figure].get(name)
+            row += [*medians(name, [figure], "{:,.0f}"), f"{gain['median'] - 1:+.1%}" if gain else ""]
+        throughput.append([*row, published.get(name, ""), *medians(name, COUNTS, "{:,.0f}")])
+        latency.append([name, *medians(name, SECONDS, "{:,.2f}")])
+    header = ["throughput", "output\ntokens/s", "gain", "mean over\nsteps", "gain", "paper", "mean con-\ncurrency"]
+    header += ["preemp-\ntions", "tokens re-\ncomputed", "events", "windows"]
+    phases = ["mean", "99th per-\ncentile", "decode", "prefill", "recompute", "score", "compact", "other load,\ncores"]
+    return f"{report.table(header, throughput)}\n\n{report.table(['latency and phases, s', *phases], latency)}"
 
 
 def measure_tables(arguments: Sequence[str]) -> None:
-    args = kara_paper.parse_arguments("benchmarks.paper.tables_2_3", __doc__, arguments)
-    variants = kara_paper.chosen_variants(args)
-    titles = {name: variant.name for name, variant in variants.items()}
-    tables: dict[int, dict[str, Row]] = {}
-    limit: limits.PhysicalLimit | None = None
+    args = parse_arguments(arguments)
+    variants, rng = paper_variants(args.block_size), random.Random(args.seed)
+    chosen = [variants[name] for name in args.variants]
+    published, most = {variants["periodic"].name: settings.GAIN}, max(args.max_num_seqs)
     with tempfile.TemporaryDirectory() as directory:
-        path, model = runs.find_model(args, Path(directory))
-        workload, requests = runs.make_requests(args, path, model)
-        of_number = runs.make_jobs(args, variants, path, model, requests, args.max_num_seqs)
-        totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.paper.tables_2_3", arguments, totals)
-        pool = of_number[args.max_num_seqs[0]][args.variants[0]].engine["num_gpu_blocks_override"]
-        print(f"KV pool: {pool} blocks of {args.block_size} tokens.", flush=True)
-        for number in args.max_num_seqs:
-            print(f"\nAt most {number} sequences at once")
-            of_variants = jobs.run_all(of_number[number], args.repeats)
-            limit = limit or limits.physical_limit(model, args.dtype, of_variants[args.variants[0]][0].device)
-            tables[number] = rows = make_rows(of_variants, limit)
-            for table in (throughput_table, latency_table, pool_table):
-                print(f"\n{table(titles, rows)}", flush=True)
-    print(
-        f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, of runs that follow each other."
-    )
-    print(f"'paper': {kara_paper.PAPER}; of its figures only this one is known, without its setting.")
-    assert limit is not None  # at least one table was made
-    print(limits.show_memory_limit(limit))
+        path = shapes.find_model(args.model, Path(directory))
+        lengths = [(args.input_len, length) for length in output_lengths(args, rng)]
+        requests = workloads.random_requests(rng, lengths, load_model_config(path).vocab_size)
+        of_number = {
+            number: {each.name: jobs.make_job(args, each, path, requests, number, most) for each in chosen}
+            for number in args.max_num_seqs
+        }
+        provenance = machine.announce("benchmarks.paper.tables_2_3", arguments)
+        print(f"{len(lengths)} requests, {sum(output for _, output in lengths):,} output tokens")
+        tables: dict[int, Runs] = {}
+        for number, of_variants in of_number.items():
+            print(f"\nAt most {number} sequences at once", flush=True)
+            tables[number] = jobs.run_all(of_variants, args.repeats)
+            print(f"\n{show(tables[number], published)}", flush=True)
+    print(f"\nMedians of {args.repeats} runs; gains are over {chosen[0].name}, of runs that follow each other.")
+    print(f"'paper': {settings.PAPER}; of its figures only this one is known, without its setting.")
     content = {
         **provenance,
-        "paper": kara_paper.PAPER,
-        "model": {"name": args.model, **msgspec.to_builtins(model)},
-        "workload": totals,
-        "physical_limit": msgspec.to_builtins(limit),
-        "variants": titles,
-        "timelines": {name: row.runs[0].timeline for name, row in tables[max(tables)].items()},
-        "tables": {str(number): to_json(rows, of_number[number], args.model) for number, rows in tables.items()},
+        "paper": settings.PAPER,
+        "workload": workloads.totals("lognormal output lengths", requests),
+        "tables": {
+            number: {name: summary.entry(job, args.model, tables[number][name]) for name, job in of_variants.items()}
+            for number, of_variants in of_number.items()
+        },
     }
     report.write_json(args.output / "tables_2_3.json", content)
-    plot(args.output / "tables_2_3.png", args.model, titles, tables)
-    most = max(tables)
-    firsts = {titles[name]: row.runs[0] for name, row in tables[most].items()}
+    firsts = {name: measured[0] for name, measured in tables[most].items()}
     report.plot_timelines(
         args.output / "figures_1_9.png",
-        f"{args.model}: at most {most} sequences, {pool} blocks of {args.block_size}",
-        {title: run.timeline for title, run in firsts.items()},
+        f"{args.model}: at most {most} sequences",
+        {name: run.timeline for name, run in firsts.items()},
         [run.num_blocks for run in firsts.values()],
     )
-    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'tables_2_3.png'}, figures_1_9.png")
+    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'figures_1_9.png'}")
 
 
 if __name__ == "__main__":

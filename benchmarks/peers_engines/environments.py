@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.shapes import SHAPES
-from benchmarks.peers_engines.protocol import ChildFailed, call
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.common.shapes import SHAPES, find_model
+from benchmarks.peers_engines.protocol import ChildFailed, call, reason
 from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
+from tests.helpers.gguf_files import write_gguf
 
 
 class PeerFiles:
-    """The folder: `NAME/` of each environment, `checkpoints/`, and `logs/` with what the children print."""
+    """The folder: `NAME/` of each environment, `configs/`, `checkpoints/`, and `logs/` with what the children print."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -54,26 +61,22 @@ class PeerFiles:
         with log.open("wb") as file:
             for command in commands:
                 variables = os.environ | environment.variables
-                if subprocess.run(command, stdout=file, stderr=file, env=variables).returncode != 0:
-                    raise ChildFailed(f"not installed: {_last_error(log)}")
-
-    def config(self, model: str) -> Path:
-        """The directory of the model's config.json."""
-        if model not in SHAPES:
-            return Path(model).resolve()
-        directory = self.folder / "checkpoints" / f"{model}-config"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(SHAPES[model]))
-        return directory
+                code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
+                if code != 0:
+                    raise ChildFailed(f"not installed: {reason(code, log)}")
 
     def checkpoint(self, model: str) -> Path:
         """The directory of a checkpoint. That of a shape gets random weights (standard deviation 0.02, seed 0)."""
         if model not in SHAPES:
-            return Path(model).resolve()
+            return find_model(model, self.folder)
         directory = self.folder / "checkpoints" / model
-        if not (directory / "config.json").is_file():
+        if not directory.is_dir():
             print(f"Writing random weights of {model}", flush=True)
-            _write_random(model, directory)
+            torch.manual_seed(0)
+            config = AutoConfig.from_pretrained(find_model(model, self.folder / "configs"))
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            with _whole(directory) as part:
+                made.save_pretrained(part)
         return directory
 
     def converted(self, name: str, checkpoint: Path, timeout: float) -> Path:
@@ -83,41 +86,40 @@ class PeerFiles:
             ChildFailed: the engine's tools cannot convert the checkpoint.
         """
         engine = ENGINES[name]
-        if not engine.converts:
+        if engine.environment not in ("openvino", "llama_cpp"):  # which have formats of their own
             return checkpoint
-        options = json.dumps({key: value for key, value in engine.options.items() if key not in ("kv", "evicts")})
-        digest = hashlib.sha256(f"{checkpoint} {engine.module} {options}".encode()).hexdigest()[:8]
-        directory = self.folder / "checkpoints" / f"{checkpoint.name}-{engine.environment}-{digest}"
+        form = engine.options.get("format", engine.weights)
+        digest = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:8]
+        directory = self.folder / "checkpoints" / f"{checkpoint.name}-{engine.environment}-{form}-{digest}"
         if not directory.is_dir():
             print(f"Converting {checkpoint.name} for {name}", flush=True)
-            part = directory.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            job = {
-                "action": "prepare",
-                "checkpoint": str(checkpoint),
-                "prepared": str(part),
-                "options": engine.options,
-            }
-            call(self.python(engine.environment), engine.module, job, self.log(f"convert-{name}"), {}, timeout)
-            part.rename(directory)
+            with _whole(directory) as part:
+                if engine.environment == "llama_cpp":
+                    write_gguf_file(checkpoint, part / "bf16.gguf")
+                job = {"checkpoint": str(checkpoint), "prepared": str(part), "options": engine.options}
+                python, log = self.python(engine.environment), self.log(f"convert-{name}")
+                call(python, engine.module, job | {"action": "prepare"}, log, {}, timeout)
         return directory
 
 
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["no message"])[-1][:200]
+def write_gguf_file(checkpoint: Path, path: Path) -> None:
+    """Write a checkpoint's weights in bfloat16, vectors in float32, without a tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config: Any = model.config
+    config.bos_token_id, config.eos_token_id = config.bos_token_id or 0, config.eos_token_id or 0
+
+    def without_tokenizer(writer: GGUFWriter) -> None:
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_tokenizer_model("none")
+
+    write_gguf(path, model, GGMLQuantizationType.BF16, change=without_tokenizer)
 
 
-def _write_random(model: str, directory: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    part = directory.with_suffix(".part")
-    part.mkdir(parents=True, exist_ok=True)
-    (part / "config.json").write_text(json.dumps(SHAPES[model]))
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(part)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(part)
-    shutil.rmtree(directory, ignore_errors=True)
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A new folder, which gets its name when it is complete."""
+    part = directory.with_name(f"{directory.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
     part.rename(directory)

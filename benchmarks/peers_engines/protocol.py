@@ -69,7 +69,7 @@ def call(
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        raise ChildFailed(_reason(child.returncode, log)) from None
+        raise ChildFailed(reason(child.returncode, log)) from None
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
@@ -79,12 +79,12 @@ def _end_session(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _reason(code: int, log: Path) -> str:
+def reason(code: int, log: Path) -> str:
     """The last error that the child printed."""
     if code < 0 and code != -signal.SIGKILL:
         return f"ended by {signal.Signals(-code).name}"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [number for number, line in enumerate(lines) if "Error:" in line]
+    errors = [number for number, line in enumerate(lines) if "error:" in line.lower()]
     text = " ".join(lines[errors[-1] :] if errors else lines[-1:])
     return text[:REASON_LENGTH] or f"exit code {code}"
 
@@ -124,25 +124,22 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
     """Generate one token, warm up on prompts of the same lengths with other tokens, and time the requests.
 
     start_seconds: from the start of the process to the first token. overhead_bytes: the peak of resident memory without
-    the weights, as they lie on disk, and without the KV pairs of all requests. other_load: cores that other processes
-    kept busy meanwhile, on average.
+    the weights, as they lie on disk, and without the KV pairs of all requests.
     """
     prompts, lengths = job["prompts"], job["output_lengths"]
     others = [[(i + 1) % job["vocab_size"]] * len(prompt) for i, prompt in enumerate(prompts)]
     engine.generate(others[:1], [1])
     start_seconds = time.time() - job["spawned"]
     engine.generate(others, [min(WARM_UP_TOKENS, length) for length in lengths])
-    others, begin = cpu_seconds_of_others(), time.perf_counter()
+    begin = time.perf_counter()
     outputs = engine.generate(prompts, lengths)
     seconds = time.perf_counter() - begin
-    others = cpu_seconds_of_others() - others
     if [len(output) for output in outputs] != lengths:
         raise RuntimeError(f"Error: the requests generated {[len(output) for output in outputs]} tokens, not {lengths}")
     peak, weights, kv = peak_memory_bytes(), weight_bytes(job), job["kv_numbers"] * KV_ITEMSIZE[engine.kv]
     return {
         "seconds": seconds,
         "output_tokens_per_s": sum(lengths) / seconds,
-        "other_load": max(0.0, others / seconds),
         "start_seconds": start_seconds,
         "peak_memory_bytes": peak,
         "weight_bytes": weights,
@@ -170,14 +167,6 @@ def peak_memory_bytes() -> int:
     """The sum of the peaks of resident memory of this process and of all that it started."""
     lines = [line for directory in _processes() for line in (directory / "status").read_text().splitlines()]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def cpu_seconds_of_others() -> float:
-    """Seconds of processor time that all other processes used so far; the time that a hypervisor takes away counts."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    fields = [(directory / "stat").read_text().rpartition(")")[2].split() for directory in _processes()]
-    own = sum(int(of_process[11]) + int(of_process[12]) for of_process in fields)
-    return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
 
 
 def _processes() -> list[Path]:

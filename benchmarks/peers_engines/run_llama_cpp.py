@@ -12,7 +12,6 @@ from pathlib import Path
 import llama_cpp
 import numpy
 
-from benchmarks.peers_engines.gguf_files import write_gguf
 from benchmarks.peers_engines.protocol import Job, Tokens, serve
 
 BATCH_TOKENS = 2048
@@ -20,17 +19,14 @@ FORMATS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_
 
 
 def convert(job: Job) -> None:
-    directory = Path(job["prepared"])
-    directory.mkdir(parents=True)
-    name = job["options"]["format"]
+    """From the GGUF file in bfloat16 that the parent has written."""
+    directory, name = Path(job["prepared"]), job["options"]["format"]
+    source, target = directory / "bf16.gguf", directory / "model.gguf"
     if name == "bf16":
-        write_gguf(Path(job["checkpoint"]), directory / "model.gguf")
+        source.rename(target)
         return
-    source = directory / "bf16.part"
-    write_gguf(Path(job["checkpoint"]), source)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = FORMATS[name]
-    target = directory / "model.gguf"
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) != 0:
         raise RuntimeError(f"llama.cpp could not convert the weights to {name}")
     source.unlink()

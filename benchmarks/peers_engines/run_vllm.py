@@ -1,8 +1,5 @@
-"""vLLM's build for CPUs.
-
-Options: `in_process`, the engine in the process of its caller, on all cores. As installed, it has a process of its own
-and leaves a core to the scheduler.
-"""
+"""vLLM's build for CPUs, the engine in the process of its caller, on all cores. As installed, it would have a process
+of its own and leave a core to the scheduler."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ class VLLM:
     kv = "bf16"
 
     def __init__(self, job: Job) -> None:
-        if job["options"]["in_process"]:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            os.environ["OMP_NUM_THREADS"] = str(job["threads"])
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(job["threads"])
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(1 + job["kv_numbers"] * KV_ITEMSIZE[self.kv] // 2**30)
         from vllm import LLM
 

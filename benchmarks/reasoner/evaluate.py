@@ -7,22 +7,20 @@ Both answer greedily, in float32, with the full cache, and must give the same te
 
 from __future__ import annotations
 
-import argparse
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import report
+from benchmarks.common import command_line, report
 from benchmarks.reasoner.problems import Problem, grade
-from benchmarks.reasoner.tasks import OF_PACKAGE, TASKS, make_problem
+from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
-
-BATCH_TOKENS = 32_768  # of prompts and workings together
 
 
 def held_out(task: str, size: int, count: int) -> list[Problem]:
@@ -48,16 +46,9 @@ class Transformers:
 
     @torch.inference_mode()
     def answer(self, problems: list[Problem]) -> list[str]:
-        longest = max(len(encode(p.prompt + p.working)) for p in problems)
-        count = max(1, BATCH_TOKENS // longest)
-        texts = []
-        for i in range(0, len(problems), count):
-            batch = problems[i : i + count]
-            prompts = self.tokenizer([p.prompt for p in batch], return_tensors="pt", padding=True)
-            output = self.model.generate(**prompts, max_new_tokens=most_tokens(problems), do_sample=False)
-            start = prompts.input_ids.shape[1]
-            texts += self.tokenizer.batch_decode(output[:, start:], skip_special_tokens=True)
-        return texts
+        prompts = self.tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
+        output = self.model.generate(**prompts, max_new_tokens=most_tokens(problems), do_sample=False)
+        return self.tokenizer.batch_decode(output[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
 
     @torch.inference_mode()
     def loss(self, problems: list[Problem]) -> float:
@@ -83,15 +74,14 @@ def answer_with_engine(checkpoint: Path, problems: list[Problem]) -> list[str]:
     return [output.outputs[0].text for output in llm.generate([p.prompt for p in problems], params, use_tqdm=False)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def evaluate(arguments: Sequence[str]) -> None:
+    parser = command_line.make_parser("benchmarks.reasoner.evaluate", __doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEFAULT_MODEL, help="default: the package's")
     parser.add_argument("--problems", type=int, default=50, help="problems of each task and size (default 50)")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=OF_PACKAGE, help="default: all but retold")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     reference = Transformers(args.checkpoint)
     rows = []
-    for task in args.tasks:
+    for task in TASKS:
         for size in sizes(task):
             problems = held_out(task, size, args.problems)
             texts, of_engine = reference.answer(problems), answer_with_engine(args.checkpoint, problems)
@@ -102,10 +92,9 @@ def main() -> None:
             counts = [f"{n} of {len(problems)}" for n in (right, exact, engine_right, same)]
             loss = f"{reference.loss(problems):.1e}"
             rows.append([task, f"{size} {TASKS[task].unit}", f"{tokens:.0f}", loss, *counts])
-            print("  ".join(rows[-1]), flush=True)
     header = ["task", "size", "tokens of\nworking", "held-out\nloss", "right\nanswers", "exact\nworkings"]
     print(report.table([*header, "right by\nthe engine", "same\ntexts"], rows))
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_script(evaluate)

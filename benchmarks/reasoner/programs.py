@@ -5,9 +5,9 @@ of order, so a run of the program follows the labels. Each name is written exact
 the last RECENT names, and half are among the names that stay in use, every third one. So most look-ups of a long
 program reach far back into the text, and most values are needed for a while and then never again.
 
-A program can be worked out in four ways: dense (only names, signs and values), in words, at length (in words, with a
-check of each line), and retold (with a shorter check, and with all results of some lines said again behind them). In
-words a tenth of the text is facts and the rest connects them, as in the text of large reasoning models.
+A program can be worked out in three ways: dense (only names, signs and values), in words, and at length (in words,
+with a check of each line). In words a tenth of the text is facts and the rest connects them, as in the text of large
+reasoning models.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from benchmarks.reasoner.problems import NAMES, NUM_ASKED, Problem
 NUM_INPUTS = 4
 MAX_LINES = len(NAMES) - NUM_INPUTS
 RECENT, KEPT = 8, 3
-RETOLD = 6
-"""Lines whose results are said again together."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +75,6 @@ def at_length(line: Line) -> str:
     )
 
 
-def checked(line: Line) -> str:
-    return f"{worded(line)[:-1]} yes, {line.z}{line.result} is right.\n"
-
-
-def recap(lines: list[Line]) -> str:
-    return f"note that we have {','.join(f'{line.z}{line.result}' for line in lines)}.\n"
-
-
 def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Line]]:
     """The values of all names, the inputs first, and the lines in running order."""
 
@@ -103,11 +93,9 @@ def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Lin
     return values, lines
 
 
-def make_program(rng: random.Random, count: int, style: str, write: Writer, retold: int = 0) -> Problem:
+def make_program(rng: random.Random, count: int, style: str, write: Writer) -> Problem:
     """A program of `count` lines, out of order in the prompt. Its first word names the style, in which `write` works
-    out a line.
-
-    retold: say the results of so many lines again behind them.
+    out a line: with about 11 tokens (`dense`), 37 (`worded`) or 74 (`at_length`).
 
     Raises ValueError unless 1 <= count <= MAX_LINES.
     """
@@ -122,27 +110,4 @@ def make_program(rng: random.Random, count: int, style: str, write: Writer, reto
     rng.shuffle(program)
     prompt = "\n".join([f"{style}: {inputs}", *program, f"{label}>?{','.join(asked)}"]) + "\n"
     end = f"{label}>?{answer}" if write is dense else f"at {label} all is done, so the answer is ?{answer}"
-    written = [write(line) for line in lines]
-    for last in range(retold - 1, len(lines), retold) if retold else ():
-        written[last] += recap(lines[last + 1 - retold : last + 1])
-    return Problem(prompt, "".join(written) + end, answer)
-
-
-def make_dense(rng: random.Random, lines: int) -> Problem:
-    """A working with about 11 tokens a line, nearly every one a look-up."""
-    return make_program(rng, lines, "short", dense)
-
-
-def make_worded(rng: random.Random, lines: int) -> Problem:
-    """A working with about 37 tokens a line."""
-    return make_program(rng, lines, "words", worded)
-
-
-def make_retold(rng: random.Random, lines: int) -> Problem:
-    """A working with about 49 tokens a line, in which nearly every result is said three times before it is used."""
-    return make_program(rng, lines, "more", checked, RETOLD)
-
-
-def make_long(rng: random.Random, lines: int) -> Problem:
-    """A working with about 74 tokens a line."""
-    return make_program(rng, lines, "long", at_length)
+    return Problem(prompt, "".join(map(write, lines)) + end, answer)

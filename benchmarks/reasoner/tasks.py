@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from benchmarks.reasoner import columns, programs, recall
+from benchmarks.reasoner import columns, recall
 from benchmarks.reasoner.problems import NAMES, NUM_ASKED, Problem
+from benchmarks.reasoner.programs import MAX_LINES, at_length, dense, make_program, worded
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,14 @@ class Task:
 
 
 TASKS = {
-    "dense": Task(programs.make_dense, "lines", 2, programs.MAX_LINES),
-    "program": Task(programs.make_worded, "lines", 2, programs.MAX_LINES),
-    "long": Task(programs.make_long, "lines", 2, 44),
+    "dense": Task(partial(make_program, style="short", write=dense), "lines", 2, MAX_LINES),
+    "program": Task(partial(make_program, style="words", write=worded), "lines", 2, MAX_LINES),
+    "long": Task(partial(make_program, style="long", write=at_length), "lines", 2, 44),
     "addition": Task(columns.make_addition, "places", NUM_ASKED, 48),
     "multiplication": Task(columns.make_multiplication, "places", NUM_ASKED, 48),
     "recall": Task(recall.make_recall, "pairs", NUM_ASKED, len(NAMES)),
     "needle": Task(recall.make_needle, "sentences", 4, 280),
-    "retold": Task(programs.make_retold, "lines", 2, programs.MAX_LINES),
 }
-OF_PACKAGE = tuple(name for name in TASKS if name != "retold")
-"""Those that the package's model was trained on."""
 DEFAULT_TASK, DEFAULT_SIZE = "program", 32
 
 

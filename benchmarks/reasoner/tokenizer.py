@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import string
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
 from benchmarks.reasoner import recall
 
 PAD, EOS = "<pad>", "<eos>"
@@ -26,12 +24,3 @@ TOKEN_IDS = {token: i for i, token in enumerate(VOCABULARY)}
 def encode(text: str) -> list[int]:
     """Raises KeyError for a character or a word that the model has no token for."""
     return [TOKEN_IDS[token] for token in re.findall(PATTERN, text)]
-
-
-def build_tokenizer() -> Tokenizer:
-    """The same as a tokenizer of Hugging Face; text outside the vocabulary is an error rather than an unknown token."""
-    tokenizer = Tokenizer(models.WordLevel(TOKEN_IDS))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, EOS])
-    return tokenizer

@@ -8,14 +8,12 @@ import math
 import random
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.reasoner.checkpoint import save_checkpoint
@@ -33,10 +31,6 @@ SHARES = {
     "needle": 0.08,
 }
 """The share of the batches. Dense programs teach look-ups soonest, because nearly every token is one."""
-SHARES_ON = {"retold": 0.7, "program": 0.1, "long": 0.1, "dense": 0.1}
-"""The same, where the training goes on from a checkpoint."""
-RATE_ON = 0.25
-"""Learning rates there, as a share of those from the beginning."""
 BATCH_TOKENS = 4096
 MUON_LR, ADAMW_LR, WARMUP_STEPS = 0.02, 3e-3, 40
 FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.1, 1.25, 0.97, 8
@@ -48,7 +42,6 @@ SIGN_WEIGHT, SIGN_ACCURACY = 8.0, 0.8
 """Signs weigh more in the loss as soon as so many names and digits are right. Without the weight, signs are learned
 last: a sign is one bit a line, and either one makes sense. With the weight from the beginning, names and digits are not
 learned."""
-SAVE_STEPS = 200
 MULTIPLIES_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Whether the CPU multiplies bfloat16. Other CPUs convert every number, which takes longer than float32."""
 
@@ -81,10 +74,9 @@ class Curriculum:
     reach: float = FIRST_REACH
     sign_weight: float = 1.0
     recent: list[tuple[float, float]] = field(default_factory=list)
-    shares: dict[str, float] = field(default_factory=lambda: SHARES)
 
     def draw(self, rng: random.Random) -> tuple[str, int]:
-        (name,) = rng.choices([*self.shares], [*self.shares.values()])
+        (name,) = rng.choices([*SHARES], [*SHARES.values()])
         task = TASKS[name]
         largest = max(task.smallest, round(self.reach * task.largest))
         return name, largest if rng.random() < 0.5 else rng.randint(task.smallest, largest)
@@ -122,67 +114,25 @@ def learning_rate_factor(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def save_progress(path: Path, model: Reasoner, optimizers: list[torch.optim.Optimizer], numbers: dict) -> None:
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    for o, optimizer in enumerate(optimizers):
-        for i, p in enumerate(optimizer.param_groups[0]["params"]):
-            tensors |= {f"optimizer.{o}.{i}.{key}": value for key, value in optimizer.state[p].items()}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"numbers": json.dumps(numbers)})
-    partial.replace(path)
-
-
-def load_progress(path: Path, model: Reasoner, optimizers: list[torch.optim.Optimizer]) -> dict:
-    parameters = dict(model.named_parameters())
-    with safe_open(path, "pt") as file, torch.no_grad():
-        for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-            kind, _, rest = key.partition(".")
-            if kind == "model":
-                parameters[rest].copy_(file.get_tensor(key))
-            else:
-                o, i, name = rest.split(".")
-                optimizer = optimizers[int(o)]
-                optimizer.state[optimizer.param_groups[0]["params"][int(i)]][name] = file.get_tensor(key)
-        return json.loads(file.metadata()["numbers"])
-
-
-def load_weights(model: Reasoner, checkpoint: Path) -> None:
-    weights = load_file(checkpoint / "model.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[f"model.{name}"])
-
-
 def means_of(recent: dict[str, deque[tuple[float, float]]]) -> dict[str, list[float]]:
     return {task: [round(mean(values), 4) for values in zip(*pairs, strict=True)] for task, pairs in recent.items()}
 
 
-def train(model: Reasoner, args: argparse.Namespace) -> dict:
-    """Train on `args.tokens` tokens, from the beginning or, with `args.start`, on from that checkpoint.
-
-    Returns the steps, the tokens and the seconds.
-    """
-    optimizers = make_optimizers(model)
+def train(model: Reasoner, total: int, seed: int) -> dict:
+    """Train on `total` tokens. Returns the steps, the tokens and the seconds."""
+    optimizers, curriculum = make_optimizers(model), Curriculum()
     numbers: dict = {"step": 0, "tokens": 0, "seconds": 0.0}
-    rate = 1.0
-    if args.start:
-        load_weights(model, args.start)
-        numbers["curriculum"], rate = {"reach": 1.0, "shares": SHARES_ON}, RATE_ON
-    if args.resume and args.resume.exists():
-        numbers = load_progress(args.resume, model, optimizers)
-    curriculum = Curriculum(**numbers.pop("curriculum", {}))
     compiled = torch.compile(model, dynamic=True)
     cos, sin = rope_tables(CONTEXT)
-    recent = {task: deque(maxlen=20) for task in curriculum.shares}
-    begin = time.monotonic() - numbers["seconds"]
+    recent = {task: deque(maxlen=20) for task in SHARES}
+    begin = time.monotonic()
 
-    while (progress := numbers["tokens"] / args.tokens) < 1:
-        factor = rate * learning_rate_factor(numbers["step"], progress)
+    while (progress := numbers["tokens"] / total) < 1:
+        factor = learning_rate_factor(numbers["step"], progress)
         for optimizer, peak in zip(optimizers, (MUON_LR, ADAMW_LR), strict=True):
             optimizer.param_groups[0]["lr"] = peak * factor
 
-        # Seeding every step by its number makes a resumed run draw what the uninterrupted one would have drawn.
-        rng = random.Random(f"{args.seed}/{numbers['step']}")
+        rng = random.Random(f"{seed}/{numbers['step']}")
         task, size = curriculum.draw(rng)
         ids, targets = make_batch(rng, task, size)
         length = ids.shape[1]
@@ -205,8 +155,6 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
         if numbers["step"] % 50 == 0:
             state = {"reach": curriculum.reach, "sign weight": curriculum.sign_weight}
             print(json.dumps(numbers | state | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)
-        if args.resume and numbers["step"] % SAVE_STEPS == 0:
-            save_progress(args.resume, model, optimizers, numbers | {"curriculum": asdict(curriculum)})
     return numbers
 
 
@@ -215,15 +163,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000_000, help="train on this many tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--start", type=Path, help="folder of a checkpoint; go on from it, with retold programs")
-    parser.add_argument("--resume", type=Path, help="file of the progress; the run continues from it if it exists")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     model = Reasoner(len(TOKEN_IDS))
-    numbers = train(model, args)
+    numbers = train(model, args.tokens, args.seed)
     save_checkpoint(model, args.out)
     print(json.dumps({"seed": args.seed} | numbers, indent=2))
 

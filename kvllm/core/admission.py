@@ -36,7 +36,7 @@ class Admission:
         """Available blocks that the prefill of a sequence takes, or its cache that is on the host. Those of `hit` are
         found in the pool."""
         if seq.host_tables is not None:
-            return self.blocks.blocks_to_restore(map(len, seq.host_tables), hit)
+            return self.blocks.blocks_to_restore(seq, hit)
         return self.blocks.blocks_to_admit(seq, self._peak_blocks(seq), self.config.max_num_batched_tokens, hit)
 
     def spare_blocks(self, seq: Sequence, growth: int) -> int:

@@ -10,18 +10,12 @@ from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.disk_prefixes import DiskPrefixes
-from kvllm.core.offloading import Offloading, table_changes
-from kvllm.core.protocol import (
-    BlockCopy,
-    Fork,
-    PrefillChunk,
-    SequenceStart,
-    StepPlan,
-    TableChange,
-)
+from kvllm.core.offloading import Offloading
+from kvllm.core.protocol import Fork, PrefillChunk, SequenceStart, StepPlan
 from kvllm.core.queue import FairQueue
 from kvllm.core.sequence import PENDING, Sequence, fork_seed
 from kvllm.core.shares import Shares
+from kvllm.core.tables import TableStart
 from kvllm.stats import EngineStats
 
 
@@ -68,8 +62,7 @@ class Batch:
             for seq in self.offloading.take_lost():
                 self.waiting.requeue(seq)
             for seq, resumed in self.offloading.take_loaded():
-                self._begin(seq, seq.block_table[:], resumed=resumed)
-                self.plan.restored += table_changes(seq)
+                self._begin(seq, resumed=resumed)
         return self.plan
 
     def complete(self) -> None:
@@ -125,12 +118,9 @@ class Batch:
             return 0
         self._share(seq, hit)
         num_tokens = self.admission.chunk(seq, budget)
-        compressed = self.admission.refills_compressed(seq)
-        self._begin(seq, [])
-        reserved = num_tokens if compressed else seq.num_uncomputed
-        self.blocks.append(seq, reserved)
-        self._append_tables(seq, num_tokens, reserved, hit)
-        self._prefill(seq, num_tokens, seq.block_table[:])
+        self.blocks.append(seq, num_tokens, None if self.admission.refills_compressed(seq) else seq.num_uncomputed)
+        self._begin(seq)
+        self._prefill(seq, num_tokens, [])
         if self.shares:
             self.shares.holding(seq).add(seq)
             self.shares.charge_tokens(self.waiting.tenant(seq))
@@ -155,37 +145,32 @@ class Batch:
         else:
             offloading.load(seq, hit)
 
-    def _begin(self, seq: Sequence, block_table: list[int], *, resumed: bool = False) -> None:
-        """Let a sequence run. block_table: what it has before it is scheduled. resumed: it goes on where it was."""
+    def _begin(self, seq: Sequence, *, resumed: bool = False) -> None:
+        """Let a sequence run, with the blocks that it has. resumed: it goes on where it was."""
         insort(self.running, seq, key=lambda each: each.seq_id)
         if not seq.refill_length and not seq.preemptions:
             self._count_admission(seq)
         if self.admission.planner and not resumed:
             self.admission.planner.started(self.plan, seq)
-        dropped = seq.logical_length - seq.cached_length
         self.plan.new_seqs.append(
             SequenceStart(
                 seq.seq_id,
                 seq.token_ids[:],
                 seq.prompt_length,
-                seq.cached_length,
+                seq.logical_length,
                 seq.sampling,
                 seq.seed,
-                dropped=dropped,
-                block_table=block_table,
+                tables=[TableStart(table.dropped, table.blocks[:]) for table in seq.tables],
             )
         )
         seq.known_tokens = seq.num_tokens
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
-        if seq.others and (num_blocks or self._lets_go(seq)):
-            self._append_tables(seq, num_tokens, num_tokens)
-        new_blocks: list[int] = []
+        new_blocks: list[list[int]] = []
         if num_blocks:
-            new_blocks, replaced = self.blocks.append(seq, num_tokens)
-            if replaced is not None:
-                self.plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
+            new_blocks, copies = self.blocks.append(seq, num_tokens)
+            self.plan.copies += copies
         if seq.is_decoding:
             self._decode(seq, new_blocks)
         else:
@@ -242,15 +227,12 @@ class Batch:
         """A sequence has begun to run in this step, and does not."""
         self.running.remove(seq)
         self.plan.new_seqs = [start for start in self.plan.new_seqs if start.seq_id != seq.seq_id]
-        self.plan.others = [change for change in self.plan.others if change.seq_id != seq.seq_id]
-        self.plan.restored = [change for change in self.plan.restored if change.seq_id != seq.seq_id]
 
     def fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""
         children = []
         for index, fork in enumerate(forks, start=1):
             child = parent.fork(fork.seq_id, index, fork.seed)
-            self.blocks.fork(child)
             self.waiting.fork(child)
             children.append(child)
         position = self.running.index(parent) + 1
@@ -258,45 +240,19 @@ class Batch:
         parent.forks_pending = 0
         return children
 
-    def _lets_go(self, seq: Sequence) -> bool:
-        """Whether the workers must learn what follows the windows of a sequence's tables."""
-        return self.blocks.has_windows and any(table.first != table.sent for table in seq.others)
-
-    def _append_tables(self, seq: Sequence, num_tokens: int, reserved: int, hit: PrefixHit | None = None) -> None:
-        """Plan how a sequence's tables of groups after the first change.
-
-        reserved: tokens for which tables of all tokens get blocks. hit: what the sequence starts with, if it starts.
-        """
-        for group, table in enumerate(seq.others):
-            room = reserved if table.is_full else num_tokens
-            copies, new_blocks = self.blocks.append_table(table, seq.logical_length, room)
-            if hit:
-                new_blocks = hit.others[group] + new_blocks
-            written = seq.logical_length // self.config.block_size
-            self.plan.copies += [
-                BlockCopy(seq.seq_id, written, block, part) for part, block in zip(table.parts, copies, strict=False)
-            ]
-            if new_blocks or table.first != table.sent:
-                self.plan.others += [
-                    TableChange(seq.seq_id, part, table.first, new_blocks[i :: len(table.parts)])
-                    for i, part in enumerate(table.parts)
-                ]
-                table.sent = table.first
-
-    def _decode(self, seq: Sequence, new_blocks: list[int]) -> None:
+    def _decode(self, seq: Sequence, new_blocks: list[list[int]]) -> None:
         """Put the token that was sampled last into the plan."""
         if self.shares:
             self.shares.count(seq, 1)
         decodes = self.plan.decodes
         if new_blocks:
-            decodes.grown.append(len(decodes.seq_ids))
-            decodes.new_blocks.extend(new_blocks)
+            decodes.grow(new_blocks)
         decodes.seq_ids.append(seq.seq_id)
         decodes.token_ids.append(seq.token_ids[-1])
         seq.known_tokens += 1
         self.decoding.append(seq)
 
-    def _prefill(self, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+    def _prefill(self, seq: Sequence, num_tokens: int, new_blocks: list[list[int]]) -> None:
         """Put tokens that the workers have into the plan."""
         if self.shares:
             self.shares.count(seq, num_tokens)

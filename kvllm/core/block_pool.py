@@ -82,6 +82,12 @@ class BlockPool:
             if block is not None:
                 self._free.append(block)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """The content of some owned blocks is about to change."""
+        if self.prefix_cache:
+            for block in blocks:
+                self.prefix_cache.remove(block)
+
     def renew(self, digest: bytes, block: int, tenant: str) -> None:
         """Offer an owned block to later sequences in place of an idle one with the same content, which becomes free: it
         would be evicted first."""

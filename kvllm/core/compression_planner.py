@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import Any
@@ -11,12 +11,12 @@ from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.capacity import peak_blocks
-from kvllm.core.group_table import GroupTable
 from kvllm.core.learning_turns import LearningTurns
 from kvllm.core.policies import CompressionPolicy, EngineLoad
-from kvllm.core.protocol import CompressionJob, PartCompaction, ScoringStart, StepPlan
+from kvllm.core.protocol import CompressionJob, PartJob, ScoringStart, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
+from kvllm.core.tables import BlockTable
 
 
 class CompressionPlanner:
@@ -145,10 +145,7 @@ class CompressionPlanner:
 
     def _choose(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
         """Plan the choice of survivors in windows that are compressed in a later step, up to the end of a region."""
-        job = self._job(seq, region)
-        for table, own, first, *_ in self._in_others(seq, region) if seq.others else ():
-            job.others.extend(PartCompaction(part, first, own.size, own.retain, 0, []) for part in table.parts)
-        plan.choices.append(job)
+        plan.choices.append(self._job(seq, region, [(own, 0, []) for own in self._by_part(seq, region)]))
         seq.choosing = region
 
     def _compressed_at_once(self, seq: Sequence) -> int:
@@ -166,72 +163,54 @@ class CompressionPlanner:
 
         A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
         """
-        others = list(self._in_others(seq, region)) if seq.others else []
-        region = self.policy.selected_from(seq, region)
-        first, blocks, keep = self._blocks_of(region, seq.cached_length, len(seq.block_table))
-        needed = self.blocks.blocks_to_compact(seq.block_table, first, blocks, keep)
-        needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
-        if needed > self.blocks.num_available:
+        regions, length = self._by_part(seq, region), seq.logical_length
+        moves = [(table, self._blocks_of(table, length, own)) for table, own in zip(seq.tables, regions, strict=False)]
+        if sum(table.blocks_to_compact(*where) for table, where in moves) > self.blocks.num_available:
             return False
-        job = self._job(seq, region, blocks, self.blocks.compact(seq.block_table, first, blocks, keep))
-        for table, own, *where in others:
-            job.others.extend(self._compact(table, own, *where))
+        compacted = [
+            (own, where[1], table.compact(*where, own.dropped))
+            for own, (table, where) in zip(regions, moves, strict=True)
+        ]
+        job = self._job(seq, region, compacted)
         plan.compressions.append(job)
-        tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
-        seq.compacted(region, tail, self.policy.dropped(job))
+        tail = self.policy.regions_of(seq).tail_after(seq.cached_length, regions[0])
+        seq.compacted(regions[0], tail, self.policy.dropped(job))
         return True
 
-    def _job(
-        self, seq: Sequence, region: Region, num_blocks: int = 0, destinations: Sequences[int] = ()
-    ) -> CompressionJob:
-        """A job of the windows up to the end of a region. Those that are left to be chosen from count in the budget."""
-        learns, chosen = self._learns, self._chosen(seq, region)
-        job = CompressionJob(
-            seq.seq_id,
-            region.start // self.config.block_size,
-            region.count,
-            region.size,
-            region.retain,
-            region.stride,
-            num_blocks,
-            list(destinations),
-            learns=learns,
-            chosen=chosen,
-        )
+    def _job(self, seq: Sequence, region: Region, parts: Iterable[tuple[Region, int, list[int]]]) -> CompressionJob:
+        """A job of the windows up to the end of a region. Those that are left to be chosen from count in the budget.
+
+        parts: of each the region, its blocks and their destinations.
+        """
+        block_size, learns = self.config.block_size, self._learns
+        jobs = [
+            PartJob(own.start // block_size, own.count, own.size, own.retain, own.stride, num_blocks, destinations)
+            for own, num_blocks, destinations in parts
+        ]
+        job = CompressionJob(seq.seq_id, jobs, learns, self._chosen(seq, region))
         self._turns.count(job.num_choices, learns)
-        self._tokens -= job.num_choices * window_tokens(self.policy.config, region.size, learns=learns)
+        self._tokens -= job.num_choices * window_tokens(self.policy.config, jobs[0].size, learns=learns)
         return job
 
-    def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, Region, int, int, int]]:
-        """Each table beside the first that a region of the first shrinks: it, its own region, and as `_blocks_of`."""
-        block_size = self.config.block_size
-        full = [table for table in seq.others if table.is_full]
-        for table, retain in zip(full, self.policy.retained(seq, region)[1:], strict=True):
-            cached = seq.logical_length - table.first * block_size
-            own = replace(region, start=region.start + cached - seq.cached_length, retain=retain)
-            if own.dropped:
-                own = self.policy.selected_from(seq, own)
-                yield table, own, *self._blocks_of(own, cached, len(table.blocks) // len(table.parts))
+    def _by_part(self, seq: Sequence, region: Region) -> list[Region]:
+        """The region of each part that attends all tokens, from that of the first."""
+        regions, first = [], seq.tables[0].dropped
+        for table, retain in zip(seq.tables, self.policy.retained(seq, region), strict=False):
+            own = replace(region, start=region.start + first - table.dropped, retain=retain)
+            regions.append(self.policy.selected_from(seq, own))
+        return regions
 
-    def _compact(self, table: GroupTable, own: Region, first: int, blocks: int, keep: int) -> Iterator[PartCompaction]:
-        """Shrink a table. Yields what each of its parts does."""
-        destinations = self.blocks.compact(table, first, blocks, keep)
-        for i, part in enumerate(table.parts):
-            yield PartCompaction(part, first, own.size, own.retain, blocks, destinations[i :: len(table.parts)])
-
-    def _blocks_of(self, region: Region, cached: int, num_blocks: int) -> tuple[int, int, int]:
-        """Where in a table a region begins, how many blocks it covers, and how many its survivors fill.
-
-        cached, num_blocks: KV pairs and blocks of the table.
-        """
+    def _blocks_of(self, table: BlockTable, length: int, region: Region) -> tuple[int, int, int]:
+        """Where in the table of a text of `length` tokens a region begins, how many blocks it covers, and how many its
+        survivors fill."""
         block_size = self.config.block_size
         first = region.start // block_size
         dropped, odd = divmod(region.dropped, block_size)
-        if self.policy.config.spec.keeps_end and not odd and region.count == 1:
+        if not region.dropped or (self.policy.config.spec.keeps_end and not odd and region.count == 1):
             return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
         if odd or region.end % block_size:  # the KV pairs after the region, or in its last block, move up
-            after = self.blocks.blocks_for(cached - region.dropped)
-            return first, num_blocks - first, after - first
+            after = self.blocks.blocks_for(length - table.dropped - region.dropped)
+            return first, len(table.blocks) - first, after - first
         blocks = (region.end - region.start) // block_size
         return first, blocks, blocks - dropped
 
@@ -261,19 +240,14 @@ class CompressionPlanner:
         cached = seq.cached_length + logical - seq.logical_length
         complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
-        growth = self.blocks.full_parts * max(0, self.blocks.blocks_for(target) - len(seq.block_table))
-        for table in seq.others if self.blocks.has_windows else ():
-            if table.is_full:
-                continue
-            most = table.group.most_blocks(logical + target - cached, self.config.block_size, 1)
-            growth += max(0, most - len(table.blocks))
-        return growth
+        return self.blocks.growth(seq, logical + target - cached)
 
     def _available(self, sequences: Sequences[Sequence]) -> int:
         """Blocks that are left for what can be compressed, once each of some sequences has its next token in groups
         with a window."""
         available = self.blocks.num_available
-        if not self.blocks.has_windows:
-            return available
-        tables = ((seq, table) for seq in sequences for table in seq.others if not table.is_full)
-        return available - sum(table.num_missing(seq.logical_length + 1) for seq, table in tables)
+        for seq in sequences if self.blocks.full_parts < len(self.blocks.group_of) else ():
+            end = seq.logical_length + 1
+            if end > seq.room_end:
+                available -= sum(table.num_missing(end) for table in seq.tables if not table.is_full)
+        return available

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.host_blocks import HostBlocks
-from kvllm.core.protocol import NOWHERE, BlockTransfer, Load, StepPlan, StepResult, TableChange
+from kvllm.core.protocol import NOWHERE, BlockTransfer, Load, StepPlan, StepResult
 from kvllm.core.sequence import Sequence
 from kvllm.core.swap_cost import SwapCost
+from kvllm.core.tables import TableStart
 from kvllm.stats import EngineStats
 
 BLOCKS_AT_ONCE = 64
@@ -64,19 +64,17 @@ class Offloading:
     def suspend(self, seq: Sequence) -> bool:
         """Let the cache of a sequence that is preempted go to the host, if it is worth it and there is room. The caller
         releases its blocks."""
-        tables = [seq.block_table, *(table.blocks for table in seq.others)]
-        num_blocks = sum(map(len, tables))
+        num_blocks = seq.num_blocks
         reported = seq.sampling.prompt_logprobs is not None and not seq.num_generated
         if reported or not num_blocks or not self.cost.swaps(num_blocks, seq.logical_length):
             return False
         host_blocks = self.host.allocate(num_blocks)
         if host_blocks is None:
             return False
-        self._plan.stores.append(BlockTransfer(list(chain(*tables)), host_blocks))
+        blocks, left = [block for table in seq.tables for block in table.blocks], iter(host_blocks)
+        self._plan.stores.append(BlockTransfer(blocks, host_blocks))
         self._plan.suspended.append(seq.seq_id)
-        left = iter(host_blocks)
-        firsts = [table.first for table in seq.others]
-        seq.suspended([[next(left) for _ in table] for table in tables], firsts)
+        seq.suspended([TableStart(table.dropped, [next(left) for _ in table.blocks]) for table in seq.tables])
         self.stats.swapped_out += 1
         return True
 
@@ -97,7 +95,7 @@ class Offloading:
     def store_idle(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""
         cache = self.blocks.prefix_cache
-        finds = self._uses_disk and not self.blocks.others
+        finds = self._uses_disk and self.blocks.is_uniform
         prefixes = cache.idle_content() if cache and finds else []
         for first in range(0, len(prefixes), BLOCKS_AT_ONCE):
             self._store_prefixes(prefixes[first : first + BLOCKS_AT_ONCE])
@@ -115,7 +113,7 @@ class Offloading:
 
     def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
         """A hit in the pool, and what the host and the disk have of the blocks after it, of at most `limit` tokens."""
-        if self.blocks.others or not self.blocks.prefix_cache:
+        if not (self.blocks.is_uniform and self.blocks.prefix_cache):
             return hit
         found: list[int | bytes] = []
         for digest in seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]:
@@ -128,14 +126,15 @@ class Offloading:
     def load(self, seq: Sequence, hit: PrefixHit) -> None:
         """Begin to load what a waiting sequence has on the host, into blocks that it owns from now on."""
         if seq.host_tables is not None:
-            self.blocks.restore(seq, hit, [len(table) for table in seq.host_tables])
-            tables = [seq.block_table, *(table.blocks for table in seq.others)]
-            moved = len(hit.full)  # the pool still has those
-            transfer = BlockTransfer(list(chain(*tables))[moved:], list(chain(*seq.host_tables))[moved:])
+            self.blocks.restore(seq, hit)
+            transfer = BlockTransfer([], [])
+            for table, host, found in zip(seq.tables, seq.host_tables, hit.tables, strict=True):
+                transfer.blocks.extend(table.blocks[len(found) :])  # the pool still has those before
+                transfer.host_blocks.extend(host.blocks[len(found) :])
         else:
             host_blocks = [NOWHERE if isinstance(source, bytes) else source for source in hit.host]
             digests = [source if isinstance(source, bytes) else b"" for source in hit.host]
-            transfer = BlockTransfer(seq.block_table[-len(hit.host) :], host_blocks, digests)
+            transfer = BlockTransfer(seq.tables[0].blocks[-len(hit.host) :], host_blocks, digests)
             self._sources[self._number] = transfer
         self.host.read(transfer.host_blocks)
         self._plan.loads.append(Load(self._number, transfer))
@@ -198,8 +197,8 @@ class Offloading:
 
     def check(self, waiting: Iterable[Sequence]) -> None:
         """Raise RuntimeError if the accounting of host blocks is not consistent."""
-        suspended = [seq.host_tables for seq in (*waiting, *self.loading.values()) if seq.host_tables is not None]
-        self.host.check(block for tables in suspended for table in tables for block in table)
+        suspended = (seq.host_tables or () for seq in (*waiting, *self.loading.values()))
+        self.host.check(block for tables in suspended for table in tables for block in table.blocks)
 
     def _cancel(self, number: int) -> None:
         del self.loading[number]
@@ -214,17 +213,5 @@ class Offloading:
 
     def _release(self, seq: Sequence) -> None:
         assert seq.host_tables is not None
-        self.host.release(chain(*seq.host_tables))
+        self.host.release(block for table in seq.host_tables for block in table.blocks)
         seq.host_tables = None
-
-
-def table_changes(seq: Sequence) -> list[TableChange]:
-    """All of a sequence's tables after the first, for workers that have nothing of them."""
-    changes = []
-    for table in seq.others:
-        table.sent = table.first
-        count = len(table.parts)
-        changes += [
-            TableChange(seq.seq_id, part, table.first, table.blocks[i::count]) for i, part in enumerate(table.parts)
-        ]
-    return changes

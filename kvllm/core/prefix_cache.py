@@ -23,8 +23,8 @@ def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto") -> bytes:
 
 
 def part_hash(digest: bytes, part: int) -> bytes:
-    """Identity of the block that a part of a sliding KV group has for the same tokens; `part` is its index."""
-    return digest + part.to_bytes(2)
+    """Identity of the block that a part of the KV groups has for the same tokens; `part` is its index."""
+    return digest + part.to_bytes(2) if part else digest
 
 
 class PrefixCache:

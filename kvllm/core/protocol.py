@@ -2,8 +2,8 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `choices` and `compressions`, `copies`, `loads`, `others`, then
-`decodes` and `chunks` in one forward pass.
+`dropped_seq_ids`, `new_seqs`, `scored`, `choices` and `compressions`, `copies`, `loads`, then `decodes` and `chunks` in
+one forward pass. After the pass each table lets go of the blocks after the window of its layers.
 Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to.
 Stores come before all that writes to blocks.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from msgspec import Struct, field, msgpack
 
 from kvllm.core.sequence import Origin
+from kvllm.core.tables import TableStart
 from kvllm.sampling_params import SamplingParams
 
 NOWHERE = -1
@@ -25,21 +26,19 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     """A sequence that the workers do not have: it is new, or was preempted and is resumed now.
 
     token_ids: all tokens so far; the first `prompt_length` of them are the prompt.
-    cached_length: KV pairs already in its blocks (prefix cache hit, or what came back from the host).
+    logical_length: of these, the tokens that are computed (prefix cache hit, or what came back from the host).
     origin: for the scheduler of a replica; ranks do not need it.
-    dropped: KV pairs that compressions had dropped when its blocks went to the host.
-    block_table: blocks that it has before it is scheduled.
+    tables: for each part of the KV groups, with blocks for tokens that this plan computes.
     """
 
     seq_id: int
     token_ids: list[int]
     prompt_length: int
-    cached_length: int
+    logical_length: int
     sampling: SamplingParams
     seed: int
     origin: Origin = Origin()
-    dropped: int = 0
-    block_table: list[int] = []
+    tables: list[TableStart] = []
 
 
 class Fork(Struct, array_like=True, frozen=True):
@@ -55,14 +54,24 @@ class Decodes(Struct, array_like=True, frozen=True):
 
     token_ids: of each sequence, the token that it computes, which workers may not have. It may be PENDING: what the
         step before samples for the sequence.
-    grown: the indices of the sequences that get one block more, appended to the table of the layers which attend all
-        tokens, before the pass. new_blocks: these blocks.
+    grown: for each part of the KV groups, the indices of the sequences that get one block more, appended to the table
+        before the pass. new_blocks: these blocks. Both are empty where no table grows.
     """
 
     seq_ids: list[int] = []
     token_ids: list[int] = []
-    grown: list[int] = []
-    new_blocks: list[int] = []
+    grown: list[list[int]] = []
+    new_blocks: list[list[int]] = []
+
+    def grow(self, new_blocks: list[list[int]]) -> None:
+        """The sequence that is appended next gets a block or none in each part."""
+        if not self.grown:
+            self.grown.extend([] for _ in new_blocks)
+            self.new_blocks.extend([] for _ in new_blocks)
+        for grown, of_part, blocks in zip(self.grown, self.new_blocks, new_blocks, strict=True):
+            if blocks:
+                grown.append(len(self.seq_ids))
+                of_part += blocks
 
 
 class PrefillChunk(Struct, array_like=True, frozen=True, gc=False):
@@ -70,46 +79,27 @@ class PrefillChunk(Struct, array_like=True, frozen=True, gc=False):
     if it was preempted.
 
     num_tokens: query tokens, from the first token on that is not computed yet.
-    new_blocks: block ids appended to its block table, that of the layers which attend all tokens, before the pass.
+    new_blocks: for each part of the KV groups, block ids appended to its table before the pass. Empty: none at all.
     samples: whether the last query token's logits are sampled.
     """
 
     seq_id: int
     num_tokens: int
-    new_blocks: list[int]
+    new_blocks: list[list[int]]
     samples: bool
     forks: list[Fork] = []
 
 
-class PartCompaction(Struct, array_like=True, frozen=True):
-    """The windows of a CompressionJob in another part of the KV groups, whose tables and retention are its own.
-
-    part: index among the parts of all groups. The rest is as in CompressionJob.
-    """
-
-    part: int
-    first_block: int
-    size: int
-    retain: int
-    region_blocks: int
-    destinations: list[int]
-
-
-class CompressionJob(Struct, array_like=True, frozen=True):
-    """Compress `num_windows` windows of `size` KV pairs to `retain` KV pairs each. The first begins at block
-    `first_block` of a sequence's table, every other one `stride` KV pairs after the one before. Where windows overlap
-    (`stride < size`), what they share is kept or dropped as a part of the later one.
+class PartJob(Struct, array_like=True, frozen=True):
+    """Compress `num_windows` windows of `size` KV pairs to `retain` KV pairs each, in one part of the KV groups. The
+    first begins at block `first_block` of a sequence's table, every other one `stride` KV pairs after the one before.
+    Where windows overlap (`stride < size`), what they share is kept or dropped as a part of the later one.
 
     The `region_blocks` blocks from there on (the windows and, in exact mode, the tail after them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
     Without destinations nothing survives in the region's blocks, and nothing moves.
-
-    others: the same in other parts of KV groups that attend all tokens. Where a part is missing, all survives.
-    learns: whether queries are computed again for a method that learns from them.
-    chosen: of the windows, the first ones, whose survivors were chosen in steps before.
     """
 
-    seq_id: int
     first_block: int
     num_windows: int
     size: int
@@ -117,14 +107,6 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     stride: int
     region_blocks: int
     destinations: list[int]
-    others: list[PartCompaction] = []
-    learns: bool = False
-    chosen: int = 0
-
-    @property
-    def num_choices(self) -> int:
-        """Windows whose survivors are chosen in this step."""
-        return self.num_windows - self.chosen
 
     @property
     def span(self) -> int:
@@ -133,33 +115,41 @@ class CompressionJob(Struct, array_like=True, frozen=True):
 
     @property
     def dropped(self) -> int:
-        """KV pairs that the windows lose."""
+        """KV pairs that the windows lose. 0: all survives in this part."""
         return self.num_windows * (self.size - self.retain)
+
+
+class CompressionJob(Struct, array_like=True, frozen=True):
+    """Compress windows of one sequence.
+
+    parts: for each part of the KV groups that attends all tokens, which differ in what they keep of the same windows.
+    learns: whether queries are computed again for a method that learns from them.
+    chosen: of the windows, the first ones, whose survivors were chosen in steps before.
+    """
+
+    seq_id: int
+    parts: list[PartJob]
+    learns: bool = False
+    chosen: int = 0
+
+    @property
+    def num_windows(self) -> int:
+        return self.parts[0].num_windows
+
+    @property
+    def num_choices(self) -> int:
+        """Windows whose survivors are chosen in this step."""
+        return self.num_windows - self.chosen
+
+    @property
+    def moves(self) -> bool:
+        """Whether survivors move, and have to be chosen before."""
+        return bool(self.parts[0].destinations)
 
     @property
     def released_blocks(self) -> int:
         """Blocks by which all tables of the sequence shrink."""
-        own = self.region_blocks - len(self.destinations)
-        return own + sum(other.region_blocks - len(other.destinations) for other in self.others)
-
-    def of_part(self, part: int) -> CompressionJob | None:
-        """What the job does in a part of the KV groups: itself in the first one. None: nothing."""
-        if part == 0:
-            return self
-        for other in self.others:
-            if other.part == part:
-                return CompressionJob(
-                    self.seq_id,
-                    other.first_block,
-                    self.num_windows,
-                    other.size,
-                    other.retain,
-                    self.stride + other.size - self.size,
-                    other.region_blocks,
-                    other.destinations,
-                    chosen=self.chosen,
-                )
-        return None
+        return sum(part.region_blocks - len(part.destinations) for part in self.parts)
 
 
 class ScoringStart(Struct, array_like=True, frozen=True):
@@ -171,16 +161,12 @@ class ScoringStart(Struct, array_like=True, frozen=True):
 
 
 class BlockCopy(Struct, array_like=True, frozen=True):
-    """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was.
-
-    part: index of the table's part among those of all KV groups. In all but the first, `index` is among the blocks of
-        the text.
-    """
+    """Copy on write: block `index` of a sequence's table in a part becomes `destination`, a copy of what it was."""
 
     seq_id: int
     index: int
     destination: int
-    part: int = 0
+    part: int
 
 
 class BlockTransfer(Struct, array_like=True, frozen=True):
@@ -202,21 +188,6 @@ class Load(Struct, array_like=True, frozen=True):
     transfer: BlockTransfer
 
 
-class TableChange(Struct, array_like=True, frozen=True):
-    """A change of a sequence's table in a part of the KV groups after the first.
-
-    part: index among the parts of all groups.
-    first: how many blocks less than the text the table has from now on (`GroupTable.first`). Where they become more,
-        those at its beginning are dropped.
-    new_blocks: block ids appended.
-    """
-
-    seq_id: int
-    part: int
-    first: int
-    new_blocks: list[int]
-
-
 class StepPlan(Struct, array_like=True):
     """reset: drop all sequences, because the step before failed, and it is uncertain how much of it was executed.
 
@@ -224,8 +195,6 @@ class StepPlan(Struct, array_like=True):
         more.
     suspended: sequences that are about to be dropped, and come back with their blocks: what workers hold of them beside
         the pool is kept, until they start again or are among those `forgotten`.
-    restored: tables of new sequences whose blocks have come back, which this very plan may compress. others: changes
-        made before the pass.
     choices: compressions that go on in a later step. The survivors of their windows are chosen and held, and nothing
         moves, so windows that are left to later steps are chosen from the same cache.
     """
@@ -238,13 +207,11 @@ class StepPlan(Struct, array_like=True):
     decodes: Decodes = field(default_factory=Decodes)
     chunks: list[PrefillChunk] = []
     reset: bool = False
-    others: list[TableChange] = []
     stores: list[BlockTransfer] = []
     loads: list[Load] = []
     cancelled: list[int] = []
     suspended: list[int] = []
     forgotten: list[int] = []
-    restored: list[TableChange] = []
     choices: list[CompressionJob] = []
 
     @property
@@ -260,9 +227,8 @@ class StepPlan(Struct, array_like=True):
     @property
     def only_decodes(self) -> bool:
         """Whether nothing comes before a pass of decodes alone that takes workers any time."""
-        others = (self.new_seqs, self.choices, self.compressions, self.copies, self.chunks)
-        moves = (self.stores, self.loads, self.restored)
-        return bool(self.decodes.seq_ids) and not self.reset and not any(others) and not any(moves)
+        work = (self.new_seqs, self.choices, self.compressions, self.copies, self.chunks, self.stores, self.loads)
+        return bool(self.decodes.seq_ids) and not self.reset and not any(work)
 
     def query_tokens(self) -> Iterator[tuple[int, int]]:
         """The id of each sequence in the forward pass, in its order, and the number of its query tokens."""

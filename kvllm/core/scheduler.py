@@ -50,7 +50,7 @@ class Scheduler:
         )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
-        self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and not self.blocks.others
+        self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and self.blocks.is_uniform
         self.admission = Admission(config, self.blocks, self.planner)
         self._on_disk = DiskPrefixes()
         self.reset([])
@@ -157,7 +157,7 @@ class Scheduler:
                 continue
             num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, budget)
             num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
-            if num_blocks > self.blocks.num_available:
+            if num_blocks and num_blocks > self.blocks.num_available:
                 num_tokens = self._make_room(seq, num_tokens, order, position)
                 if not num_tokens:
                     continue
@@ -299,9 +299,8 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, num_tokens: int) -> None:
         seq.advance(num_tokens)
-        self.blocks.cache_full_blocks(seq)
-        if self.blocks.has_windows:
-            self.blocks.release_behind(seq)
+        if seq.logical_length >= seq.settles_at:
+            self.blocks.settle(seq)
 
     @property
     def waits_for_loads(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvllm.core.group_table import GroupTable
 from kvllm.core.regions import Region
+from kvllm.core.tables import BlockTable, TableStart
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
@@ -40,22 +40,23 @@ class Sequence:
     """State of one sequence in the scheduler.
 
     logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
-    block_table: its blocks in the first group of layers that attend all tokens. others: a table for each other group.
-    cached_length: KV pairs in that first group; less than `logical_length` once a window was compressed.
+    tables: its block tables, one for each part of the KV groups; none while it has no blocks in the pool.
+    room_end: the tables are known to have room for so many tokens, in blocks of their own. settles_at: the length at
+        which they next have a full block to offer to later sequences, or one to let go of.
+    cached_length: KV pairs in the first part, if it attends all tokens; less than `logical_length` once a window was
+        compressed.
     missing: KV pairs that compressions have dropped, in the mean over the layers that attend all tokens.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
     scored_from: the index of the first KV pair whose scores the workers add up; None: they add up none.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     choosing: the windows whose survivors are chosen, but have not moved, because later windows move with them.
-    host_tables: the host blocks that hold its cache while it has none in the pool: for each of its tables as many as
-        the table had. None: its cache is in the pool, or nowhere.
+    host_tables: its tables while their content is in host blocks. None: its cache is in the pool, or nowhere.
     has_ended: whether its request takes no more tokens of it. has_left: whether the scheduler has let it go.
     """
 
     __slots__ = (
         "block_hashes",
-        "block_table",
         "cache_hits",
         "cached_length",
         "carried_tail",
@@ -66,7 +67,6 @@ class Sequence:
         "has_ended",
         "has_left",
         "hashed_blocks",
-        "host_firsts",
         "host_tables",
         "index",
         "known_tokens",
@@ -76,16 +76,18 @@ class Sequence:
         "metrics",
         "missing",
         "origin",
-        "others",
         "preempted_length",
         "preemptions",
         "prompt_length",
         "refill_length",
         "request_id",
+        "room_end",
         "sampling",
         "scored_from",
         "seed",
         "seq_id",
+        "settles_at",
+        "tables",
         "tail_start",
         "token_ids",
         "uncompressed_tail",
@@ -141,8 +143,8 @@ class Sequence:
         """Drop all state of the cache; the blocks must have been released."""
         self.metrics.missing_entries -= self.missing
         self.missing = 0
-        self.block_table: list[int] = []
-        self.others: list[GroupTable] = []
+        self.tables: list[BlockTable] = []
+        self.room_end = self.settles_at = 0
         self.logical_length = 0
         self.cached_length = 0
         self.uncompressed_tail = 0
@@ -151,8 +153,7 @@ class Sequence:
         self.choosing: Region | None = None
         self.scored_from: int | None = None
         self.hashed_blocks = 0
-        self.host_tables: list[list[int]] | None = None
-        self.host_firsts: list[int] = []
+        self.host_tables: list[TableStart] | None = None
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
 
@@ -199,7 +200,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks that its tables name."""
-        return len(self.block_table) + sum(len(table.blocks) for table in self.others)
+        return sum(len(table.blocks) for table in self.tables)
 
     @property
     def was_compacted(self) -> bool:
@@ -217,13 +218,12 @@ class Sequence:
         self._count_preemption()
         self.forgotten()
 
-    def suspended(self, host_tables: list[list[int]], firsts: list[int]) -> None:
+    def suspended(self, host_tables: list[TableStart]) -> None:
         """The sequence has lost its blocks, whose content is in host blocks now, and waits until it comes back."""
         self._count_preemption()
         self.host_tables = host_tables
-        self.host_firsts = firsts
         self.choosing = None
-        self.hashed_blocks = 0
+        self.hashed_blocks = self.settles_at = 0
         self.known_tokens = 0
         self.last_token_time = None
 
@@ -265,6 +265,7 @@ class Sequence:
         dropped: KV pairs, in the mean over the layers that attend all tokens.
         """
         self.cached_length -= region.dropped
+        self.room_end = 0
         self.missing += dropped
         self.windows_compressed += region.count
         self.evicted += dropped
@@ -277,7 +278,7 @@ class Sequence:
         self.carried_tail = uncompressed_tail
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
-        """A sequence that shares the cached KV pairs. The caller shares the blocks."""
+        """A sequence that shares the cached KV pairs, and their blocks."""
         child = Sequence(
             seq_id,
             self.request_id,
@@ -290,8 +291,9 @@ class Sequence:
             origin=self.origin,
             metrics=self.metrics,
         )
-        child.block_table = list(self.block_table)
-        child.others = [table.fork() for table in self.others]
+        child.tables = [table.fork() for table in self.tables]
+        child.settles_at = self.settles_at
+        self.room_end = 0
         child.block_hashes = list(self.block_hashes)
         child.hashed_blocks = self.hashed_blocks
         child.logical_length = self.logical_length

@@ -110,16 +110,16 @@ def _pool(scheduler: Scheduler) -> PoolUse:
     pool = PoolUse(blocks.num_blocks, reusable=blocks.num_idle, free=blocks.num_available - blocks.num_idle)
     named = dropped = 0
     for seq in scheduler.running:
-        full = [table for table in seq.others if table.is_full]
-        tables = [(1, len(seq.block_table)), *((len(table.parts), len(table.blocks)) for table in full)]
-        for parts, num_blocks in tables:
-            tail, compressed = _blocks_behind_prompt(seq, num_blocks // parts, blocks.block_size)
-            pool.tail += parts * tail
-            pool.compressed += parts * compressed
+        for table in seq.tables:
+            num_blocks = len(table.blocks)
+            if not table.is_full:
+                pool.sliding += num_blocks
+                continue
+            tail, compressed = _blocks_behind_prompt(seq, num_blocks, blocks.block_size)
+            pool.tail += tail
+            pool.compressed += compressed
             named += num_blocks
-        pool.sliding += sum(len(table.blocks) for table in seq.others if not table.is_full)
-        dropped += blocks.blocks_for(seq.logical_length) - blocks.blocks_for(seq.cached_length)
-        dropped += sum(table.first * len(table.parts) for table in full)
+            dropped += blocks.blocks_for(seq.logical_length) - blocks.blocks_for(seq.logical_length - table.dropped)
     # Blocks that several tables name are taken from the prompts first, which is what sequences share.
     pool.prompt = named - pool.tail - pool.compressed
     shared = named + pool.sliding - blocks.num_owned

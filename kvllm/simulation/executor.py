@@ -63,15 +63,14 @@ class SimulatedExecutor(BlockingExecutor):
         self.seconds = SimulatedSeconds()
         self.layers = block_layers(config.kv_groups, cost.model.num_layers)
         groups = full_groups(config.kv_groups)
-        self.parts = [len(part) or self.layers for group in groups for part in group.parts]  # layers, of full groups
-        ends = accumulate(len(group.parts) for group in groups)
-        self.others = [(end, group.num_layers) for group, end in zip(groups[1:], ends, strict=False)]  # first part
+        self.parts = [len(part) or self.layers for group in groups for part in group.parts]  # layers, without a window
+        ends = accumulate((len(group.parts) for group in groups), initial=0)
+        self.groups = [(first, group.num_layers) for first, group in zip(ends, groups, strict=False)]  # first part
         self.windows = [window for window in cost.layers_of if window is not None and window < config.max_model_len]
-        self.cached: dict[int, int] = {}  # KV pairs in the first group of layers without a window, by sequence
-        self.dropped: dict[int, int] = {}  # those that compressions dropped there, of sequences that were compressed
-        self.saved: dict[int, dict[int, int]] = {}  # and in each other such group, by the index of its first part
+        self.cached: dict[int, int] = {}  # KV pairs in the first of these parts, by sequence
+        self.dropped: dict[int, list[int]] = {}  # those that compressions have dropped of each, in each such part
         self.scored = set[int]()  # sequences whose scores are added up
-        self._suspended: dict[int, tuple[dict[int, int] | None, bool]] = {}  # `saved` and `scored` of others
+        self._suspended = set[int]()  # `scored` of others
         self.link, self.recall = self._tiers(recalled_pairs)
 
     def _tiers(self, recalled_pairs: float | None) -> tuple[HostLink | None, SimulatedRecall | None]:
@@ -90,7 +89,6 @@ class SimulatedExecutor(BlockingExecutor):
         if plan.reset:
             self.cached.clear()
             self.dropped.clear()
-            self.saved.clear()
             self.scored.clear()
             self._suspended.clear()
             for tier in filter(None, (self.link, self.recall)):
@@ -100,21 +98,17 @@ class SimulatedExecutor(BlockingExecutor):
         if self.recall:
             self.recall.release(plan)
         for seq_id in plan.dropped_seq_ids:
-            del self.cached[seq_id]
-            self.dropped.pop(seq_id, None)
-            self.saved.pop(seq_id, None)
+            del self.cached[seq_id], self.dropped[seq_id]
             self.scored.discard(seq_id)
         for start in plan.new_seqs:
             self._start(start)
         self.scored.update(start.seq_id for start in plan.scored)
         if (plan.compressions or plan.choices) and self.compression:
-            self._compress([*plan.choices, *(job for job in plan.compressions if job.destinations)], self.compression)
+            self._compress([*plan.choices, *(job for job in plan.compressions if job.moves)], self.compression)
             for job in plan.compressions:
-                self.cached[job.seq_id] -= job.dropped
-                self.dropped[job.seq_id] = self.dropped.get(job.seq_id, 0) + job.dropped
-                saved = self.saved.setdefault(job.seq_id, {})
-                for other in job.others:
-                    saved[other.part] = saved.get(other.part, 0) + job.num_windows * (other.size - other.retain)
+                self.cached[job.seq_id] -= job.parts[0].dropped
+                parts = zip(self.dropped[job.seq_id], job.parts, strict=True)
+                self.dropped[job.seq_id] = [before + part.dropped for before, part in parts]
         if self.link:
             for load in plan.loads:
                 self.link.load(load.number, len(load.transfer.blocks), self.seconds.total)
@@ -138,10 +132,9 @@ class SimulatedExecutor(BlockingExecutor):
             self.seconds.transfer += copying
             link.store(num_blocks, self.seconds.total, copying)
         for seq_id in plan.suspended:
-            if seq_id in self.cached:  # else it came back for this step, and goes again before it began
-                self._suspended[seq_id] = self.saved.get(seq_id), seq_id in self.scored
-        for seq_id in plan.forgotten:
-            self._suspended.pop(seq_id, None)
+            if seq_id in self.scored:  # not if it came back for this step, and goes again before it began
+                self._suspended.add(seq_id)
+        self._suspended.difference_update(plan.forgotten)
 
     def _transferred(self, link: HostLink, *, wait: bool) -> TransferReport:
         if wait:
@@ -149,13 +142,11 @@ class SimulatedExecutor(BlockingExecutor):
         return link.ended(self.seconds.total, all_loads=wait)
 
     def _start(self, start: SequenceStart) -> None:
-        self.cached[start.seq_id] = start.cached_length
-        if start.dropped:
-            self.dropped[start.seq_id] = start.dropped
-        saved, is_scored = self._suspended.pop(start.seq_id, (None, False))
-        if saved is not None:
-            self.saved[start.seq_id] = saved
-        if is_scored:
+        dropped = [table.dropped for table in start.tables[: len(self.parts)]] or [0]
+        self.dropped[start.seq_id] = dropped
+        self.cached[start.seq_id] = start.logical_length - dropped[0]
+        if start.seq_id in self._suspended:
+            self._suspended.remove(start.seq_id)
             self.scored.add(start.seq_id)
 
     def close(self) -> None:
@@ -183,14 +174,12 @@ class SimulatedExecutor(BlockingExecutor):
                 prefill.add(item.num_tokens, before)
             for fork in item.forks:
                 cached[fork.seq_id] = before + item.num_tokens
-                if item.seq_id in self.dropped:
-                    self.dropped[fork.seq_id] = self.dropped[item.seq_id]
-                    self.saved[fork.seq_id] = self.saved[item.seq_id].copy()
+                self.dropped[fork.seq_id] = self.dropped[item.seq_id]
                 if item.seq_id in observed:
                     observed.add(fork.seq_id)
                 samples += 1
         decode = QueryBatch(decoding, decoding, visible, visible)
-        if self.windows or self.others:
+        if self.windows or self.groups[1:]:
             self._attend_in_groups(plan, decode, prefill)
         ahead = self.planned_ahead
         decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples, planned_ahead=ahead)
@@ -205,43 +194,38 @@ class SimulatedExecutor(BlockingExecutor):
         """Add what the scheduled tokens attend in KV groups after the first. In those with a window nothing is
         compressed."""
         for seq_id, num_tokens in plan.query_tokens():
-            position = self.cached[seq_id] + self.dropped.get(seq_id, 0) - num_tokens
+            dropped = self.dropped[seq_id]
+            position = self.cached[seq_id] + dropped[0] - num_tokens
             batch = decode if num_tokens == 1 else prefill
             for window in self.windows:
                 batch.add_sliding(window, num_tokens, position)
-            saved = self.saved.get(seq_id, {})
-            for part, layers in self.others:
-                batch.add_other(part, layers, num_tokens, position - saved.get(part, 0))
+            for part, layers in self.groups[1:]:
+                batch.add_other(part, layers, num_tokens, position - dropped[part])
 
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select the survivors of jobs, and move those of jobs with destinations, in each part without a window."""
         for part, layers in enumerate(self.parts):
             windows: dict[bool, list[Window]] = {True: [], False: []}  # by whether they are learned from
             moved = 0
-            for learns, job in ((job.learns, job.of_part(part)) for job in jobs):
-                if job is None:
+            for job, own in ((job, job.parts[part]) for job in jobs):
+                if not own.dropped:
                     continue
-                start = job.first_block * self.config.block_size
-                windows[learns] += [(start + i * job.stride, job.size) for i in range(job.chosen, job.num_windows)]
-                if job.destinations:
-                    cached = self._cached_in(job.seq_id, part)
-                    moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
+                start = own.first_block * self.config.block_size
+                indices = range(job.chosen, own.num_windows)
+                windows[job.learns] += [(start + i * own.stride, own.size) for i in indices]
+                if own.destinations:
+                    dropped = self.dropped[job.seq_id]
+                    cached = self.cached[job.seq_id] + dropped[0] - dropped[part]
+                    moved += min(cached - start, own.region_blocks * self.config.block_size) - own.dropped
             for learns, alike in windows.items():
                 for batch in self._passes(alike, compression, learns):
                     self._select(batch, compression, layers, learns=learns, recomputes=part == 0)
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
         if self.recall:
-            pairs = self.recall.take([job for job in jobs if job.destinations])
+            pairs = self.recall.take([job for job in jobs if job.moves])
             held = self.layers * pairs * self.cost.pair_bytes(compression.recall_dtype)
             self.seconds.recall += self.cost.host_seconds(held)
-
-    def _cached_in(self, seq_id: int, part: int) -> int:
-        """KV pairs of a sequence in a part without a window."""
-        if part == 0:
-            return self.cached[seq_id]
-        logical = self.cached[seq_id] + self.dropped.get(seq_id, 0)
-        return logical - self.saved.get(seq_id, {}).get(part, 0)
 
     def _passes(self, windows: list[Window], config: CompressionConfig, learns: bool) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""

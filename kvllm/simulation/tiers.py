@@ -98,22 +98,23 @@ class SimulatedRecall:
         """Hold what compressions drop. Returns how many KV pairs found room."""
         taken = 0
         for job in jobs:
-            if self.held.setdefault(job.seq_id, HeldPairs()).add(job.dropped, self.chunks):
-                taken += job.dropped
+            dropped = job.parts[0].dropped
+            if self.held.setdefault(job.seq_id, HeldPairs()).add(dropped, self.chunks):
+                taken += dropped
             else:
-                self.lost += job.dropped
+                self.lost += dropped
         self.peak_chunks = max(self.peak_chunks, self.chunks.num_chunks - self.chunks.num_free)
         return taken
 
-    def batch(self, plan: StepPlan, cached: Mapping[int, int], dropped: Mapping[int, int]) -> RecallBatch | None:
+    def batch(self, plan: StepPlan, cached: Mapping[int, int], dropped: Mapping[int, list[int]]) -> RecallBatch | None:
         """What the query tokens of a step score; None if none is due.
 
-        cached, dropped: KV pairs of each sequence before the step.
+        cached, dropped: KV pairs of each sequence before the step, in the first part and in each.
         """
         batch = RecallBatch()
         for seq_id, tokens in plan.query_tokens():
             held, resident = self.held.get(seq_id), cached[seq_id]
-            if held and held.chunks and self.config.recalls_in(resident + dropped.get(seq_id, 0), tokens):
+            if held and held.chunks and self.config.recalls_in(resident + dropped[seq_id][0], tokens):
                 batch.add(tokens, resident, held.count, min(self.pairs, held.count))
                 self.recalls += 1
         self.recalled += batch.exchanged

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from kvllm.compression.model_inputs import WithModelInputs
-from kvllm.core.protocol import CompressionJob
+from kvllm.core.protocol import CompressionJob, PartJob
 from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.worker.features.base import WorkerParts
-from kvllm.worker.group_tables import num_full_parts, part_of_layers
 from kvllm.worker.selector import Kept, Selector
-from kvllm.worker.state import SequenceState
+from kvllm.worker.state import SequenceState, part_of_layers
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
 from kvllm.worker.windows import CompressedPart, Move
@@ -37,8 +36,8 @@ class Compressor:
         self.block_size = worker.shape.block_size
         part_of = part_of_layers(worker.config, worker.shape.num_layers)
         self.parts = [
-            CompressedPart(part, worker.tables.parts[part], [layer for layer, of in enumerate(part_of) if of == part])
-            for part in range(num_full_parts(worker.config))
+            CompressedPart(tables, [layer for layer, of in enumerate(part_of) if of == part])
+            for part, tables in enumerate(worker.tables.parts[: worker.tables.full_parts])
         ]
         self.selector = Selector(worker, self.parts, select)
 
@@ -49,28 +48,27 @@ class Compressor:
         states: dict[int, SequenceState],
         clock: PhaseClock,
     ) -> None:
-        """Select and compact, then update the tables and cached lengths of the jobs' sequences.
+        """Select and compact, then update the tables of the jobs' sequences.
 
         choices: of which survivors are selected and held, and nothing more.
         """
-        moving = [job for job in jobs if job.destinations]
+        moving = [job for job in jobs if job.moves]
         for feature in self.features:
             for job in moving:
-                feature.before_choice(job, self.parts[0].region_blocks(job, states[job.seq_id]))
+                feature.before_choice(job, self.parts[0].region_blocks(job.parts[0], states[job.seq_id]))
         with clock.measure("select"):
             kept = self._select(choices, moving, states, clock)
         with clock.measure("compact"):
             for begin, end in self._runs(moving, states):
-                for part, of_part in zip(self.parts, kept, strict=True):
+                for part, of_part in enumerate(kept):
                     self._compact(part, moving[begin:end], states, of_part[begin:end])
             for job in jobs:
                 state = states[job.seq_id]
-                for part in self.parts:
-                    if own := job.of_part(part.index):
+                for part, own in zip(self.parts, job.parts, strict=True):
+                    if own.dropped:
                         part.tables.compact(state.table_slot, own)
                 for feature in self.features:
                     feature.compacted(job, state)
-                state.lengths.cached[state.table_slot] -= job.dropped
 
     def _select(
         self,
@@ -107,24 +105,21 @@ class Compressor:
 
     def _takes_fresh_blocks(self, job: CompressionJob, states: dict[int, SequenceState]) -> bool:
         table_slot = states[job.seq_id].table_slot
-        for part in self.parts:
-            if own := job.of_part(part.index):
-                region = part.tables.table[table_slot, own.first_block : own.first_block + len(own.destinations)]
-                if region.tolist() != own.destinations:
-                    return True
+        for part, own in zip(self.parts, job.parts, strict=True):
+            region = part.tables.table[table_slot, own.first_block : own.first_block + len(own.destinations)]
+            if region.tolist() != own.destinations:
+                return True
         return False
 
-    def _compact(
-        self, part: CompressedPart, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: Kept
-    ) -> None:
+    def _compact(self, part: int, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: Kept) -> None:
         """Move the survivors of all jobs in a part, in all its layers, at once.
 
         kept: of each job `[layers, windows, kv_heads, retain]`, None where all survives.
         """
         moves = [
-            self._move(part, own, states[job.seq_id], of_job)
+            self._move(self.parts[part], job.seq_id, job.parts[part], states[job.seq_id], of_job)
             for job, of_job in zip(jobs, kept, strict=True)
-            if of_job is not None and (own := job.of_part(part.index))
+            if of_job is not None
         ]
         if not moves:
             return
@@ -136,12 +131,14 @@ class Compressor:
             self._stack([move.job.destinations for move in moves]),
         )
 
-    def _move(self, part: CompressedPart, job: CompressionJob, state: SequenceState, chosen: torch.Tensor) -> Move:
+    def _move(
+        self, part: CompressedPart, seq_id: int, job: PartJob, state: SequenceState, chosen: torch.Tensor
+    ) -> Move:
         start = job.first_block * self.block_size
         cached = int(part.tables.kv_lengths([state.table_slot])[0])
         end = min(cached, start + job.region_blocks * self.block_size)
         kept = region_indices(chosen, job.size, job.size - job.stride, end - start - job.span)
-        return Move(job, state, start, end, cached, part.region_blocks(job, state), chosen, kept)
+        return Move(seq_id, job, state, start, end, cached, part.region_blocks(job, state), chosen, kept)
 
     def _stack(self, regions: list[Any]) -> torch.Tensor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""

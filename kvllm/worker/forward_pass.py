@@ -14,10 +14,10 @@ from kvllm.worker.draws import most_likely, reads_in_place
 from kvllm.worker.features.base import Attend, PassAttention, WorkerParts
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
-from kvllm.worker.group_tables import num_full_parts, part_of_layers, table_widths
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.prompt_logprobs import PromptReports
+from kvllm.worker.state import part_of_layers, table_widths
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import InputShape, StepInputs
 from kvllm.worker.transfer import to_device
@@ -138,14 +138,14 @@ class ForwardPass:
         """
         if not self.backend.capturable or not all(feature.captures for feature in self.features):
             return
-        config, full_parts = self.config, num_full_parts(self.config)
+        config, num_equal = self.config, max(1, self.inputs.tables.full_parts)
         sizes = GraphSizes(config.max_num_seqs)
         if self.backend.captures_chunks:
             sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens)
         widths = table_widths(config, max(1, sizes.most_chunk_tokens))
-        most = [min(num_blocks, width) if part < max(1, full_parts) else width for part, width in enumerate(widths)]
+        most = [min(num_blocks, width) if part < num_equal else width for part, width in enumerate(widths)]
         before_replay = self._plan_again if self.backend.plans_on_host else None
-        self.graphs = StepGraphs(self._recorded, capture, self.inputs, sizes, most, full_parts, before_replay)
+        self.graphs = StepGraphs(self._recorded, capture, self.inputs, sizes, most, before_replay)
         self.graphs.capture(sizes.all()[: 1 if largest_alone else None])
 
     def _recorded(self, inputs: StepInputs) -> LastLogits:

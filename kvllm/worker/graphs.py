@@ -37,7 +37,7 @@ class StepGraphs:
     compute: inputs on the device -> logits of each sequence's last token. It must read nothing back to the host.
     capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
     inputs: prepares the inputs of other steps, too. widths: columns of the block tables of each part of the KV groups,
-        for the largest of the sizes. full_parts: the first parts, in which tables are as wide as the batch needs.
+        for the largest of the sizes; those of parts that attend all tokens are as wide as the batch needs.
     before_replay: called with the inputs of a step once they are in the memory that its graph reads.
     """
 
@@ -48,12 +48,10 @@ class StepGraphs:
         inputs: InputPreparer,
         sizes: GraphSizes,
         widths: Sequence[int],
-        full_parts: int = 1,
         before_replay: Callable[[StepInputs], None] | None = None,
     ) -> None:
         self.inputs = inputs
         self.sizes = sizes
-        self._full_parts = full_parts
         self._widths = widths
         self._compute = compute
         self._capture = capture
@@ -106,11 +104,9 @@ class StepGraphs:
         """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
         tables, block_size = self.inputs.tables, self.inputs.tables.block_size
         table_slots = np.array([state.table_slot for state in states])
-        full = self._full_parts
-        ends = tables.kv_lengths(table_slots)[:full] if full else tables.lengths.cached[table_slots]
-        last = int((ends + num_tokens).max()) - 1
+        num_equal = max(1, tables.full_parts)
+        last = int((tables.kv_lengths(table_slots)[:num_equal] + num_tokens).max()) - 1
         width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (last // block_size).bit_length())
-        num_equal = max(1, full)
         return self.inputs.shape(*size, *[min(width, self._widths[0])] * num_equal, *self._widths[num_equal:])
 
     def _inputs_of(self, size: GraphSize) -> StepInputs:

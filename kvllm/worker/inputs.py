@@ -103,7 +103,7 @@ class _Room:
 class _PartialInputs:
     """Inputs of a step without the slots of its tokens, and what they follow from.
 
-    table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
+    table_slots, logical_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
     KV groups: num_blocks and kv_lengths, `[parts, S]`, in the tables of the sequences; num_replacements and
     num_appends, of the tables; kv_index, `[parts, T]`, where in its sequence's table the KV pair of each query token
     will be. is_new: whether features have not written theirs.
@@ -111,7 +111,7 @@ class _PartialInputs:
 
     states: list[SequenceState]
     num_tokens: list[int]
-    cached_lengths: np.ndarray
+    logical_lengths: np.ndarray
     num_blocks: np.ndarray
     num_replacements: list[int]
     num_appends: list[int]
@@ -129,8 +129,7 @@ class _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
         offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
         table_slots = np.array([state.table_slot for state in states])
-        lengths = tables.lengths
-        logical_lengths = lengths.logical[table_slots]
+        logical_lengths = tables.logical[table_slots]
         kv_lengths = tables.kv_lengths(table_slots)
         kv_index = np.repeat(kv_lengths, num_tokens, axis=1) + offset
         spare = tensors.shape.num_seqs - len(states)
@@ -145,7 +144,7 @@ class _PartialInputs:
         return _PartialInputs(
             states,
             num_tokens,
-            lengths.cached[table_slots],
+            logical_lengths,
             tables.num_blocks[:, table_slots],
             [part.num_replacements for part in tables.parts],
             [part.num_appends for part in tables.parts],
@@ -159,7 +158,7 @@ class _PartialInputs:
     def are_of(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: PartTables) -> bool:
         """Whether all that is written is right for a step, but for blocks at the ends of tables."""
         return self.are_of_batch(states, num_tokens, shape, tables) and np.array_equal(
-            tables.lengths.cached[self.table_slots], self.cached_lengths
+            tables.logical[self.table_slots], self.logical_lengths
         )
 
     def are_of_batch(
@@ -175,10 +174,9 @@ class _PartialInputs:
 
     def go_on(self, tables: PartTables) -> None:
         """Write what follows from the lengths, which are others now, of sequences with one query token each."""
-        lengths = tables.lengths
-        self.cached_lengths = lengths.cached[self.table_slots]
+        self.logical_lengths = tables.logical[self.table_slots]
         self.kv_lengths = self.kv_index = tables.kv_lengths(self.table_slots)
-        write(self.tensors.array("positions"), lengths.logical[self.table_slots])
+        write(self.tensors.array("positions"), self.logical_lengths)
         write_rows(self.tensors.array("last_kv_index"), self.kv_index)
 
     def add_new_blocks(self, tables: PartTables) -> None:

@@ -9,18 +9,11 @@ import torch
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.protocol import (
-    CompressionJob,
-    Decodes,
-    PartCompaction,
-    PrefillChunk,
-    SequenceStart,
-    StepPlan,
-    TableChange,
-)
+from kvllm.core.protocol import CompressionJob, Decodes, PartJob, PrefillChunk, SequenceStart, StepPlan
 from kvllm.core.regions import Region
+from kvllm.core.tables import TableStart
 from kvllm.errors import ConfigError
-from kvllm.kvcache.groups import full_groups, has_full
+from kvllm.kvcache.groups import full_groups
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.model_runner import ModelRunner
@@ -119,9 +112,8 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
     yield StepPlan(
-        new_seqs=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
-        chunks=[PrefillChunk(i, num_tokens, _blocks(n, config), True) for i, n in enumerate(lengths)],
-        others=[change for i, n in enumerate(lengths) for change in _other_tables(i, n - num_tokens, n, config)],
+        new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
+        chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
 
@@ -144,47 +136,35 @@ def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -
     num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size, learns=learns)
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
-        new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
-        chunks=[PrefillChunk(i, 1, _blocks(length, config), True) for i in seq_ids],
-        others=[change for i in seq_ids for change in _other_tables(i, length - 1, length + 1, config)],
+        new_seqs=[_start(i, length - 1, length, config, room=length + 1) for i in seq_ids],
+        chunks=[PrefillChunk(i, 1, [], True) for i in seq_ids],
     )
-    first = region.start // config.block_size
-    old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
-    others = list(_other_parts(first, region, config))
+    parts = list(_parts(region, length + 1, config))
     yield StepPlan(
-        compressions=[
-            CompressionJob(
-                i, first, region.count, region.size, region.retain, region.stride, len(old), new, others, learns
-            )
-            for i in seq_ids
-        ],
-        decodes=Decodes([*seq_ids], [0] * len(seq_ids), [*seq_ids], [0] * len(seq_ids)),
+        compressions=[CompressionJob(i, parts, learns) for i in seq_ids],
+        decodes=Decodes([*seq_ids], [0] * len(seq_ids)),
     )
     yield StepPlan(dropped_seq_ids=list(seq_ids))
 
 
-def _blocks(num_kv_pairs: int, config: EngineConfig) -> list[int]:
-    return [0] * -(-num_kv_pairs // config.block_size) if has_full(config.kv_groups) else []
+def _parts(region: Region, room: int, config: EngineConfig) -> Iterator[PartJob]:
+    """A region of a cache that was never compressed, in each part that attends all tokens. The tables, which have room
+    for `room` KV pairs, have it for as many more tokens afterwards."""
+    first, end = region.start // config.block_size, -(-room // config.block_size)
+    for group in full_groups(config.kv_groups):
+        kept = region.retain if group.retain_blocks is None else group.retain_blocks * config.block_size
+        left = -(-(room - region.count * (region.size - kept)) // config.block_size)
+        job = PartJob(first, region.count, region.size, kept, region.stride, end - first, [0] * (left - first))
+        yield from [job] * len(group.parts)
 
 
-def _other_parts(first: int, region: Region, config: EngineConfig) -> Iterator[PartCompaction]:
-    """A region of a cache that was never compressed, in the parts after the first that lose something of it."""
-    parts = [group.retain_blocks for group in full_groups(config.kv_groups) for _ in group.parts]
-    for part, blocks in enumerate(parts[1:], start=1):
-        retain = region.retain if blocks is None else blocks * config.block_size
-        if retain < region.size:
-            blocks_after = -(-(region.end - region.count * (region.size - retain)) // config.block_size) - first
-            num_blocks = -(-region.end // config.block_size) - first
-            yield PartCompaction(part, first, region.size, retain, num_blocks, [0] * blocks_after)
-
-
-def _other_tables(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:
-    """New tables after the first of a sequence that grows from `computed` tokens to `length`."""
-    groups = ((group, part) for group in config.kv_groups for part in group.parts)
-    for index, (group, _) in enumerate(groups):
-        if index or group.window is not None:
-            first = group.first_block(computed, config.block_size)
-            yield TableChange(seq_id, index, first, [0] * (-(-length // config.block_size) - first))
+def _start(seq_id: int, computed: int, length: int, config: EngineConfig, room: int) -> SequenceStart:
+    """A sequence of `length` tokens, of which some are computed, with tables for `room` tokens."""
+    tables, size = [], config.block_size
+    for group in config.kv_groups:
+        first = group.first_block(computed, size)
+        tables += [TableStart(first * size, [0] * (-(-room // size) - first))] * len(group.parts)
+    return SequenceStart(seq_id, [0] * length, length, computed, SAMPLING, seq_id, tables=tables)
 
 
 def _peak(run: Callable[[], None]) -> int:

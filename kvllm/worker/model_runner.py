@@ -11,7 +11,7 @@ import torch
 from kvllm.attention.base import AttentionBackend
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import BlockCopy, Fork, SequenceStart, StepPlan, StepResult, TableChange
+from kvllm.core.protocol import BlockCopy, Fork, SequenceStart, StepPlan, StepResult
 from kvllm.core.sequence import PENDING
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.tiers.host import HostStore
@@ -22,11 +22,10 @@ from kvllm.worker.compressor import Compressor
 from kvllm.worker.features import add_features
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
-from kvllm.worker.group_tables import make_tables
 from kvllm.worker.launched import Launched
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import Samples, sample
-from kvllm.worker.state import Lengths, SequenceState
+from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
@@ -66,10 +65,9 @@ class ModelRunner:
         self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
-        self.lengths = Lengths(config.max_num_seqs)
-        worker = WorkerParts(model, config, self.operations, backend, make_tables(config, self.lengths), store)
+        self.tables = PartTables.of(config)
+        worker = WorkerParts(model, config, self.operations, backend, self.tables, store)
         add_features(worker)
-        self.tables = worker.tables.parts
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
         self.forward_pass = ForwardPass(worker, samples=samples)
@@ -106,8 +104,6 @@ class ModelRunner:
         for start in plan.new_seqs:
             self._start(start)
         self._batches.follow(plan)
-        for change in plan.restored:
-            self._change_table(change)
         for feature in self.features:
             feature.before_compression(plan, self.states)
         clock, event_bytes = PhaseClock(self.device), 0
@@ -119,8 +115,6 @@ class ModelRunner:
                 self._copy_on_write(plan.copies)
             for feature in self.features:
                 feature.after_compression(plan)
-            for change in plan.others:
-                self._change_table(change)
             forward = self._prepare_forward(plan) if plan.num_seqs else None
 
         def run(before_pass: Callable[[], None]) -> Launched:
@@ -147,7 +141,7 @@ class ModelRunner:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
         self.states = {}
         self._last = Launched()
-        self.free_slots = list(reversed(range(len(self.tables[0].table))))
+        self.free_slots = list(reversed(range(len(self.tables.logical))))
         self.forward_pass.clear()
         for feature in self.features:
             feature.reset()
@@ -156,20 +150,17 @@ class ModelRunner:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
         row = self._sample_row(start.sampling, start.seed, prompt, output)
         self.forward_pass.reports.start(start)
-        table_slot = self._acquire_slot()
-        self.tables[0].append(table_slot, start.block_table)
-        self.lengths.start(table_slot, start.cached_length + start.dropped, start.cached_length)
+        table_slot = self.free_slots.pop()
+        self.tables.start(table_slot, start.logical_length, start.tables)
         for feature in self.features:
             feature.start(table_slot, start)
-        self.states[start.seq_id] = SequenceState(start.token_ids, table_slot, self.lengths, row)
+        self.states[start.seq_id] = SequenceState(start.token_ids, table_slot, self.tables, row)
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row
         row = self._sample_row(source.params, fork.seed, source.prompt_token_ids, [])
-        child = SequenceState(parent.token_ids[:], self._acquire_slot(), self.lengths, row)
-        self.lengths.start(child.table_slot, parent.logical_length, parent.cached_length)
-        for tables in self.tables:
-            tables.copy(parent.table_slot, child.table_slot)
+        child = SequenceState(parent.token_ids[:], self.free_slots.pop(), self.tables, row)
+        self.tables.fork(parent.table_slot, child.table_slot)
         for feature in self.features:
             feature.fork(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
@@ -180,26 +171,14 @@ class ModelRunner:
         matcher = self.grammars.matcher(rule) if rule is not None and self.grammars is not None else None
         return SampleRow(params, seed, prompt, output, self.eos_token_ids, matcher)
 
-    def _acquire_slot(self) -> int:
-        table_slot = self.free_slots.pop()
-        for tables in self.tables:
-            tables.clear(table_slot)
-        return table_slot
-
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []
         for copy in copies:
-            tables, table_slot = self.tables[copy.part], self.states[copy.seq_id].table_slot
-            index = copy.index - int(tables.first[table_slot])
-            sources.append(int(tables.table[table_slot, index]))
-            tables.replace(table_slot, index, 1, [copy.destination])
+            tables, table_slot = self.tables.parts[copy.part], self.states[copy.seq_id].table_slot
+            sources.append(int(tables.table[table_slot, copy.index]))
+            tables.replace(table_slot, copy.index, 1, [copy.destination])
         destinations = [copy.destination for copy in copies]
         self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
-
-    def _change_table(self, change: TableChange) -> None:
-        tables, table_slot = self.tables[change.part], self.states[change.seq_id].table_slot
-        tables.slide(table_slot, change.first)
-        tables.append(table_slot, change.new_blocks)
 
     # The pass
 
@@ -207,16 +186,18 @@ class ModelRunner:
         """Prepare the model's pass. What this returns runs it and samples. On a GPU both have only been launched when
         that returns."""
         batch = self._batches.batch(plan, self.states)
-        if plan.decodes.grown:
-            self.tables[0].append_one(batch.table_slots[plan.decodes.grown], plan.decodes.new_blocks)
+        for tables, grown, blocks in zip(self.tables.parts, plan.decodes.grown, plan.decodes.new_blocks, strict=False):
+            if grown:
+                tables.append_one(batch.table_slots[grown], blocks)
         chunk_tokens: list[int] = []
         for chunk in plan.chunks:
             state = self.states[chunk.seq_id]
-            self.tables[0].append(state.table_slot, chunk.new_blocks)
+            for tables, blocks in zip(self.tables.parts, chunk.new_blocks, strict=False):
+                tables.append(state.table_slot, blocks)
             begin = state.logical_length
             chunk_tokens += state.token_ids[begin : begin + chunk.num_tokens]
         inputs, compute = self.forward_pass.prepare(plan, batch)
-        self.lengths.advance(batch.table_slots, batch.counts)
+        self.tables.advance(batch.table_slots, batch.counts)
         known = np.array(plan.decodes.token_ids, dtype=np.int64)
         pending = np.flatnonzero(known == PENDING).tolist()
 

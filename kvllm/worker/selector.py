@@ -93,12 +93,11 @@ class Selector:
         return [_by_job(of_part, jobs) for of_part in kept]
 
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
-        of_parts = [job.of_part(part.index) for part in self.parts]
-        begin = job.first_block * self.block_size + state.dropped
-        for offset in range(job.chosen * job.stride, job.num_windows * job.stride, job.stride):
+        first = job.parts[0]
+        begin = first.first_block * self.block_size + state.dropped
+        for offset in range(job.chosen * first.stride, job.num_windows * first.stride, first.stride):
             yield tuple(
-                own
-                and Window(
+                Window(
                     state,
                     own.first_block * self.block_size + offset,
                     own.size,
@@ -106,7 +105,9 @@ class Selector:
                     begin + offset,
                     job.learns,
                 )
-                for own in of_parts
+                if own.dropped
+                else None
+                for own in job.parts
             )
 
     def _kept(self, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock) -> list[Kept]:
@@ -179,7 +180,7 @@ class Selector:
         """Attention in a part, of query tokens `[windows, query tokens]` that are cached."""
         device = self.cache.data.device
         table_slots = [state.table_slot for state in states]
-        dropped = part.tables.lengths.logical[table_slots] - part.tables.kv_lengths(table_slots)
+        dropped = part.tables.dropped[table_slots]
         index = positions - dropped[:, None]  # such a KV pair lies after everything that was dropped
         batch = read_batch(part.tables, table_slots, index, device)
         for feature in self.features:

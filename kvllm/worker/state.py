@@ -8,33 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvllm.core.protocol import CompressionJob
+from kvllm.config import EngineConfig
+from kvllm.core.protocol import PartJob
+from kvllm.core.tables import TableStart
+from kvllm.kvcache.groups import layer_parts
 from kvllm.worker.sample_row import SampleRow
-
-
-class Lengths:
-    """Lengths of all sequences of a worker by table slot, so that those of a batch are a slice and not a Python loop.
-
-    logical, cached: int64 `[max_num_seqs]`, as in `kvllm.core.sequence.Sequence`.
-    """
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self.logical = np.zeros(max_num_seqs, dtype=np.int64)
-        self.cached = np.zeros(max_num_seqs, dtype=np.int64)
-
-    def start(self, table_slot: int, logical: int, cached: int) -> None:
-        self.logical[table_slot] = logical
-        self.cached[table_slot] = cached
-
-    def advance(self, table_slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """As many more tokens of each sequence are computed, and their KV pairs stored."""
-        self.logical[table_slots] += num_tokens
-        self.cached[table_slots] += num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """table_slot: where its block tables and lengths lie.
+    """table_slot: where its lengths and block tables lie in `tables`.
 
     sampled_row: of the samples of the step that sampled for it last, which are those of its last token.
     chosen: the survivors that steps before have chosen for a compression that goes on: of each step and part, offsets
@@ -43,7 +26,7 @@ class SequenceState:
 
     token_ids: list[int]
     table_slot: int
-    lengths: Lengths
+    tables: PartTables
     sample_row: SampleRow
     sampled_row: int = 0
     chosen: list[list[torch.Tensor | None]] = field(default_factory=list)
@@ -55,50 +38,38 @@ class SequenceState:
 
     @property
     def logical_length(self) -> int:
-        return int(self.lengths.logical[self.table_slot])
+        return int(self.tables.logical[self.table_slot])
 
     @property
     def cached_length(self) -> int:
-        return int(self.lengths.cached[self.table_slot])
+        """KV pairs in the first part."""
+        return self.logical_length - self.dropped
 
     @property
     def dropped(self) -> int:
-        """KV pairs evicted so far: an uncompressed pair's position less its index in the cache."""
-        return self.logical_length - self.cached_length
+        """KV pairs evicted so far from the first part: an uncompressed pair's position less its index there."""
+        return int(self.tables.dropped[0, self.table_slot])
 
 
 class BlockTables:
     """Block tables of all sequences of a worker in one part of a KV group, one slot each, so that a batch is a slice
     and not a Python loop.
 
-    counts_first: the index of a sequence's next KV pair follows from `first`, and not from `cached_length`.
-    lengths: of all sequences. table: int32 `[max_num_seqs, max_blocks]`. num_blocks: int64 `[max_num_seqs]`.
-    first: int64 `[max_num_seqs]`, how many blocks less than the text a table has (`GroupTable.first`).
+    logical: int64 `[max_num_seqs]`, tokens computed, the same in all parts. table: int32 `[max_num_seqs, max_blocks]`.
+    num_blocks: int64 `[max_num_seqs]`. dropped: int64 `[max_num_seqs]`, as in `kvllm.core.tables.BlockTable`.
     num_replacements: how often blocks of a table were replaced. As long as it stays, tables only grow at their ends.
     num_appends: how often a table has grown there. As long as both stay, no running sequence's table changes.
     """
 
     def __init__(
-        self,
-        lengths: Lengths,
-        table: np.ndarray,
-        num_blocks: np.ndarray,
-        first: np.ndarray,
-        block_size: int,
-        *,
-        counts_first: bool,
+        self, logical: np.ndarray, table: np.ndarray, num_blocks: np.ndarray, dropped: np.ndarray, block_size: int
     ) -> None:
-        self.lengths = lengths
+        self.logical = logical
         self.table = table
         self.num_blocks = num_blocks
-        self.first = first
+        self.dropped = dropped
         self.block_size = block_size
-        self.counts_first = counts_first
         self.num_replacements = self.num_appends = 0
-
-    def clear(self, table_slot: int) -> None:
-        self.num_blocks[table_slot] = 0
-        self.first[table_slot] = 0
 
     def append(self, table_slot: int, blocks: list[int]) -> None:
         before = self.num_blocks[table_slot]
@@ -121,68 +92,101 @@ class BlockTables:
         self.num_blocks[table_slot] += len(blocks) - count
         self.num_replacements += 1
 
-    def compact(self, table_slot: int, job: CompressionJob) -> None:
+    def compact(self, table_slot: int, job: PartJob) -> None:
         """A job's region is compressed: its destinations take the place of its blocks."""
         self.replace(table_slot, job.first_block, job.region_blocks, job.destinations)
-        if self.counts_first:
-            self.first[table_slot] += job.region_blocks - len(job.destinations)
+        self.dropped[table_slot] += job.dropped
 
-    def slide(self, table_slot: int, first: int) -> None:
-        """Drop the blocks before block `first` of the text."""
-        dropped = first - int(self.first[table_slot])
-        if dropped:
-            self.replace(table_slot, 0, min(dropped, int(self.num_blocks[table_slot])), [])
-            self.first[table_slot] = first
+    def slide(self, table_slot: int, count: int) -> None:
+        """Drop the first `count` blocks."""
+        self.replace(table_slot, 0, count, [])
+        self.dropped[table_slot] += count * self.block_size
 
     def copy(self, source: int, table_slot: int) -> None:
         num_blocks = self.num_blocks[source]
         self.table[table_slot, :num_blocks] = self.table[source, :num_blocks]
         self.num_blocks[table_slot] = num_blocks
-        self.first[table_slot] = self.first[source]
+        self.dropped[table_slot] = self.dropped[source]
 
     def kv_lengths(self, table_slots: np.ndarray | list[int]) -> np.ndarray:
         """The index in its table of the next KV pair of each sequence in `table_slots`: int64 `[S]`."""
-        if not self.counts_first:
-            return self.lengths.cached[table_slots]
-        return self.lengths.logical[table_slots] - self.first[table_slots] * self.block_size
+        return self.logical[table_slots] - self.dropped[table_slots]
 
 
 class PartTables:
     """Block tables of all parts of the KV groups, in arrays over the parts: what a step needs of them takes as many
     operations for many parts as for one.
 
-    parts: those of each, views. first_counts: whether the first part `counts_first`, as the others do.
-    widths: most blocks of a sequence in each part.
+    parts: those of each, views. full_parts: those whose layers attend all tokens, the first ones.
+    windows: of the others. widths: most blocks of a sequence in each part.
     """
 
-    def __init__(self, lengths: Lengths, widths: Sequence[int], block_size: int, *, first_counts: bool = False) -> None:
-        size = len(widths), len(lengths.logical)
-        self.lengths = lengths
+    def __init__(self, max_num_seqs: int, widths: Sequence[int], block_size: int, windows: Sequence[int] = ()) -> None:
+        size = len(widths), max_num_seqs
         self.block_size = block_size
-        self.first_counts = first_counts
+        self.full_parts = len(widths) - len(windows)
+        self.windows = np.array(windows)[:, None]
+        self.logical = np.zeros(max_num_seqs, dtype=np.int64)
         self.table = np.zeros((*size, max(widths)), dtype=np.int32)
         self.num_blocks = np.zeros(size, dtype=np.int64)
-        self.first = np.zeros(size, dtype=np.int64)
+        self.dropped = np.zeros(size, dtype=np.int64)
+        columns = zip(widths, self.table, self.num_blocks, self.dropped, strict=True)
         self.parts = [
-            BlockTables(
-                lengths, table[:, :width], num_blocks, first, block_size, counts_first=index > 0 or first_counts
-            )
-            for index, (width, table, num_blocks, first) in enumerate(
-                zip(widths, self.table, self.num_blocks, self.first, strict=True)
-            )
+            BlockTables(self.logical, table[:, :width], num_blocks, dropped, block_size)
+            for width, table, num_blocks, dropped in columns
         ]
         self._index = np.arange(len(widths))[:, None]
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> PartTables:
+        """With room for the longest sequence."""
+        widths = table_widths(config, config.max_num_batched_tokens)
+        windows = [group.window for group in config.kv_groups if group.window is not None for _ in group.parts]
+        return cls(config.max_num_seqs, widths, config.block_size, windows)
+
+    def start(self, table_slot: int, logical_length: int, starts: list[TableStart]) -> None:
+        """A sequence gets a slot, whoever had it before."""
+        self.logical[table_slot] = logical_length
+        self.num_blocks[:, table_slot] = self.dropped[:, table_slot] = 0
+        for tables, start in zip(self.parts, starts, strict=False):
+            tables.dropped[table_slot] = start.dropped
+            tables.append(table_slot, start.blocks)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.logical[child] = self.logical[parent]
+        for tables in self.parts:
+            tables.copy(parent, child)
+
+    def advance(self, table_slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """As many more tokens of each sequence are computed. Tables drop the blocks after the next token's window."""
+        self.logical[table_slots] += num_tokens
+        if not len(self.windows):
+            return
+        behind = self.logical[table_slots] + 1 - self.windows - self.dropped[self.full_parts :, table_slots]
+        for part, index in np.argwhere(behind >= self.block_size):
+            self.parts[self.full_parts + part].slide(table_slots[index], behind[part, index] // self.block_size)
+
     def kv_lengths(self, table_slots: np.ndarray) -> np.ndarray:
         """As of BlockTables, in each part: int64 `[parts, S]`."""
-        if len(self.parts) == 1:
-            return self.parts[0].kv_lengths(table_slots)[None]
-        lengths = self.lengths.logical[table_slots] - self.first[:, table_slots] * self.block_size
-        if not self.first_counts:
-            lengths[0] = self.lengths.cached[table_slots]
-        return lengths
+        return self.logical[table_slots] - self.dropped[:, table_slots]
 
     def slot_mapping(self, table_slots: np.ndarray, kv_index: np.ndarray) -> np.ndarray:
         """Cache slots of KV pairs `kv_index` `[parts, T]` of the sequences in `table_slots` `[T]`: int64."""
         block, offset = np.divmod(kv_index, self.block_size)
         return self.table[self._index, table_slots, block].astype(np.int64) * self.block_size + offset
+
+
+def table_widths(config: EngineConfig, chunk: int) -> list[int]:
+    """Most blocks of a sequence in each part, if a step computes at most `chunk` tokens of it."""
+    return [
+        group.most_blocks(config.max_model_len, config.block_size, chunk) // len(group.parts)
+        for group in config.kv_groups
+        for _ in group.parts
+    ]
+
+
+def part_of_layers(config: EngineConfig, num_layers: int) -> list[int]:
+    """The index of each layer's part."""
+    parts = layer_parts(config.kv_groups)
+    part_of = {layer: index for index, layers in enumerate(parts) for layer in layers}
+    return [part_of.get(layer, 0) for layer in range(num_layers)]

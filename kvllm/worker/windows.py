@@ -9,22 +9,18 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kvllm.core.protocol import CompressionJob
+from kvllm.core.protocol import PartJob
 from kvllm.worker.state import BlockTables, SequenceState
 
 
 @dataclass(frozen=True)
 class CompressedPart:
-    """The part of a KV group whose layers attend all tokens: its block tables, and its layers, as they lie in a block.
+    """A part of a KV group whose layers attend all tokens: its block tables, and its layers, as they lie in a block."""
 
-    index: among the parts of all groups.
-    """
-
-    index: int
     tables: BlockTables
     layers: Sequence[int]
 
-    def region_blocks(self, job: CompressionJob, state: SequenceState) -> np.ndarray:
+    def region_blocks(self, job: PartJob, state: SequenceState) -> np.ndarray:
         """Ids of the blocks of a job's region."""
         return self.tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks]
 
@@ -77,13 +73,14 @@ class PartWindows:
 class Move:
     """KV pairs `start .. end - 1` of a sequence's `cached` ones, about to be compacted in one part.
 
-    job: what it does in this part. blocks: ids of the region's.
+    job: of this part. blocks: ids of the region's.
     chosen: int64 `[layers, windows, kv_heads, retain]`, survivors as offsets in their windows, -1 where a head keeps
         fewer. kept: int64 `[layers, kv_heads, K]`, ascending offsets in the region of all that stays: survivors, and
         the tail after the windows.
     """
 
-    job: CompressionJob
+    seq_id: int
+    job: PartJob
     state: SequenceState
     start: int
     end: int

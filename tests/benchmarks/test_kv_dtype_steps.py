@@ -17,13 +17,10 @@ def test_dtypes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = json.loads((tmp_path / "kv_dtype_steps.json").read_text())
     of_dtypes = [(each["context"], each["kv_cache_dtype"]) for each in found["steps"]]
     assert of_dtypes == [(5, "auto"), (5, "int8"), (20, "auto"), (20, "int8")]
-    full, int8, longer, _ = found["steps"]
-    # A pair is a key and a value of 128 channels in each of 8 heads; in 8 bits, each has 4 bytes beside its codes.
-    pairs = 2 * 8 * (5 + 5)
-    assert full["read_bytes"] - int8["read_bytes"] == pairs * 2 * (256 - 132)
-    assert longer["read_bytes"] - full["read_bytes"] == 2 * 8 * 15 * 512
-    assert full["speedups"] == [1, 1] and len(int8["speedups"]) == len(int8["step_ms"]) == 2
-    assert "memory alone, ms" in capsys.readouterr().out
+    full, int8, *_ = found["steps"]
+    assert full["speedups"] == [1, 1]
+    assert int8["speedups"] == [a / b for a, b in zip(full["step_ms"], int8["step_ms"], strict=True)]
+    assert "times as fast as" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvllm.errors import ConfigError
 
 def test_swap_computes_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--requests", "3", "--input-len", "24", "--output-len", "40", "--pool-fraction", "0.6", "--repeats", "1"]
-    swap.benchmark([*sizes, "--lengths", "48", "--offloading-size", "0.1", "--output", str(tmp_path)])
+    swap.benchmark([*sizes, "--lengths", "48", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "swap.json").read_text())
     runs = {mode: each[0] for mode, each in found["runs"].items()}
     assert list(runs) == ["never", "always", "auto"]
@@ -30,7 +30,7 @@ def test_swap_computes_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.long  # five processes
 def test_tiers_save_prompt_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--conversations", "4", "--fitting", "1", "--at-once", "1", "--turns", "2", "--input-len", "32"]
-    prefix_tiers.benchmark([*sizes, "--output-len", "3", "--offloading-size", "0.1", "--output", str(tmp_path)])
+    prefix_tiers.benchmark([*sizes, "--output-len", "3", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "prefix_tiers.json").read_text())
     assert found["answers_equal"] and "All answers are equal." in capsys.readouterr().out
     computed = {name: turns["computed_tokens"] for name, turns in found["engines"].items()}
@@ -42,11 +42,10 @@ def test_tiers_save_prompt_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_tiers_at_the_papers_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With so little memory that two of four sequences are preempted."""
-    model, report = shapes.named_shape("8b", tmp_path), tmp_path / "tables.json"
+    model = shapes.find_model("8b", tmp_path)
     sizes = ["--requests", "6", "--max-num-seqs", "6", "--gpu-memory-utilization", "0.189"]
-    options = ["--model-config", str(model), "--tiers", "--kv-offloading-size", "64", "--output", str(report)]
-    simulated_tables.tables([*sizes, *options])
-    runs = json.loads(report.read_text())["runs"]["6"]
+    simulated_tables.tables([*sizes, "--model-config", str(model), "--tiers", "--output", str(tmp_path)])
+    runs = json.loads((tmp_path / "simulated_tables.json").read_text())["runs"]["6"]
     assert runs["full cache"]["tokens_recomputed"] > 0 == runs["full cache"]["stored_bytes"]
     assert runs["full cache, swap always"]["stored_bytes"] > 0 == runs["full cache, swap always"]["tokens_recomputed"]
     every, sixteenth = (runs[name]["recalls"] for name in ("recall at each token, int4", "recall every 16, int4"))

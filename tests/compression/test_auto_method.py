@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
 import pytest
 
-from benchmarks.common.questions import QuestionSource
+from benchmarks.reasoner.tasks import make_problem
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.engine_args import EngineArgs
@@ -45,7 +46,7 @@ def test_the_defaults_go_with_every_method_and_block_size() -> None:
 
 
 def test_an_engine_says_what_it_chose_and_does_it(caplog: pytest.LogCaptureFixture) -> None:
-    prompt = QuestionSource(sizes=(8, 8), count=1).load().prompts[0]
+    prompt = make_problem(random.Random(0), 8).prompt
     texts = []
     for options in ({}, {"method": "mean_attention"}):
         with caplog.at_level(logging.INFO, "kvllm"):

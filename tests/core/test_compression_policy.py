@@ -11,13 +11,16 @@ import pytest
 from kvllm.compression.queries import window_tokens
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.core.block_pool import BlockPool
 from kvllm.core.capacity import peak_blocks
 from kvllm.core.policies import CompressionPolicy, EngineLoad, PeriodicPolicy, PressurePolicy
 from kvllm.core.protocol import SampledToken, StepResult
 from kvllm.core.regions import Windows
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
+from kvllm.core.tables import BlockTable
 from kvllm.errors import ConfigError
+from kvllm.kvcache.groups import KVGroup
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from tests.helpers.compressions import fitting, paper_compression
@@ -55,9 +58,10 @@ def run(compression: CompressionConfig, block_size: int, lengths: list[tuple[int
     for global_step in range(1, max(steps for _, steps in lengths) + 1):
         before = step(scheduler)
         for job, cached in before:
-            start = job.first_block * block_size
-            end = start + job.size
-            events.append([global_step - 1, job.seq_id, cached, start, cached - end, cached - job.dropped])
+            (part,) = job.parts
+            start = part.first_block * block_size
+            end = start + part.size
+            events.append([global_step - 1, job.seq_id, cached, start, cached - end, cached - part.dropped])
         history.append([[seq.cached_length, seq.uncompressed_tail] for seq in sequences])
     return events, history
 
@@ -146,7 +150,7 @@ def test_an_event_is_spread_over_steps(method: str, sequences: int, period: int,
     policy = PeriodicPolicy(compression, 256)
     waiting = [decoding(i, 800) for i in range(sequences)]
     for seq in waiting:
-        seq.block_table = [0] * 4
+        seq.tables = [table(4)]
     running, found = list(waiting), []
     for step in range(896, 896 + period):
         served = policy.select(running, EngineLoad(step, 1 << 20, 0, TOKENS))
@@ -338,8 +342,14 @@ def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -
     seq = Sequence(seq_id, "", [0] * (cached + 1), SamplingParams(), max_length=cached + 1 + remaining, tail_start=0)
     seq.advance(cached)
     seq.carried_tail = carried
-    seq.block_table = list(range(-(-cached // 4)))
+    seq.tables = [table(-(-cached // 4))]
     return seq
+
+
+def table(num_blocks: int) -> BlockTable:
+    found = BlockTable(BlockPool(num_blocks, False, None), 4, KVGroup())
+    found.append(0, 4 * num_blocks)
+    return found
 
 
 def chosen(

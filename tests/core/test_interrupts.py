@@ -80,7 +80,7 @@ def check_nothing_leaks(engine: LLMEngine) -> None:
     for finish in engine.executor._in_flight:  # type: ignore[attr-defined]  # a step behind the last token
         finish()
     runner = engine.executor.runner  # type: ignore[attr-defined]
-    assert len(runner.states) + len(runner.free_slots) == len(runner.tables[0].table)
+    assert len(runner.states) + len(runner.free_slots) == len(runner.tables.logical)
 
 
 def results(outputs: dict[str, RequestOutput]) -> dict[str, list[Any]]:

@@ -353,7 +353,7 @@ def test_the_windows_of_a_prompt_move_together_though_they_are_chosen_from_in_tu
     assert len(harness.finished[seq_id]) == 21
     (first, *_) = [job for plan in harness.plans for job in plan.choices]
     (prompt, *_) = [job for plan in harness.plans for job in plan.compressions]
-    assert (first.num_windows, first.num_choices, first.destinations) == (1, 1, [])
+    assert (first.num_windows, first.num_choices, first.moves) == (1, 1, False)
     assert (prompt.num_windows, prompt.num_choices, prompt.seq_id) == (2, 1, first.seq_id)
 
 
@@ -436,8 +436,8 @@ def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
     harness.add([0], 37, n=3, tenant="a")
     harness.run()
     compressed = [{job.seq_id for job in plan.compressions} for plan in harness.plans]
-    returned = [{change.seq_id for change in plan.restored} for plan in harness.plans]
-    assert any(jobs & sequences for jobs, sequences in zip(compressed, returned, strict=True))
+    started = [{start.seq_id for start in plan.new_seqs} for plan in harness.plans]
+    assert any(jobs & sequences for jobs, sequences in zip(compressed, started, strict=True))
 
 
 def test_a_compression_right_behind_a_fork_leaves_shared_windows_to_be_copied() -> None:
@@ -505,7 +505,7 @@ def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
     windows = [sum(job.num_choices for job in jobs) for _, jobs in events]
     assert max(windows) == 2 and sum(windows) >= 6
     for plan, jobs in events:
-        tokens = sum(window_tokens(compression, job.size) * job.num_choices for job in jobs)
+        tokens = sum(window_tokens(compression, job.parts[0].size) * job.num_choices for job in jobs)
         assert tokens + plan.num_tokens <= 40
     if name != "periodic":  # whose sequences go on until it is their turn
         assert any(0 < plan.num_seqs < 6 for plan, _ in events)
@@ -588,7 +588,7 @@ def test_a_prefix_hit_shares_blocks_and_computes_the_last_token() -> None:
     harness.add(prompt, 2)
     harness.step()
     (start,) = harness.plans[-1].new_seqs
-    assert start.cached_length == 4  # of two full blocks, the second holds the last token
+    assert start.logical_length == 4  # of two full blocks, the second holds the last token
     harness.run()
 
 
@@ -598,5 +598,5 @@ def test_generated_blocks_are_found_again() -> None:
     harness.run()
     harness.add(harness.finished[first], 2)
     harness.step()
-    assert harness.plans[-1].new_seqs[0].cached_length == 12
+    assert harness.plans[-1].new_seqs[0].logical_length == 12
     harness.run()

@@ -55,7 +55,7 @@ def test_a_row_tells_how_far_a_sequence_is() -> None:
     (row,) = snapshot(engine).rows
     (seq,) = engine.outputs.sequences("a")
     assert (row.id, row.tenant, row.state, row.prompt_tokens, row.output_tokens) == ("a", "alice", "running", 21, 101)
-    assert row.tokens == 121 and row.blocks == len(seq.block_table)
+    assert row.tokens == 121 and row.blocks == len(seq.tables[0].blocks)
     assert row.windows > 0 and row.tokens - row.kept == 12 * row.windows == seq.evicted
     assert not engine.outputs.sequences("b")
 

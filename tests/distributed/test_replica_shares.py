@@ -71,7 +71,7 @@ class Replicas:
         found: list[Counter[str]] = [Counter() for _ in self.engines]
         for held, engine in zip(found, self.engines, strict=True):
             for seq in engine.scheduler.running:
-                held[seq.tenant] += len(seq.block_table)
+                held[seq.tenant] += seq.num_blocks
         return found
 
 

@@ -181,11 +181,14 @@ class Recorder(BlockingExecutor):
                 self.suspended[seq_id] = text
         before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in self.alive}
+        resumed = set(self.suspended)
         for start in plan.new_seqs:
             self._start(start)
-            if start.block_table:  # it has come from the host, and may be compressed at once
-                before[start.seq_id] = kv_pairs_in(self.runner.cache, start.block_table, start.cached_length)
-                tables[start.seq_id] = start.block_table
+            (table,) = start.tables
+            if start.seq_id in resumed:  # it has come from the host, and may be compressed at once
+                length = start.logical_length - table.dropped
+                before[start.seq_id] = kv_pairs_in(self.runner.cache, table.blocks, length)
+                tables[start.seq_id] = table.blocks
         result = self.inline.execute(plan)
         windows = self._windows()
         for job in plan.choices:
@@ -217,11 +220,12 @@ class Recorder(BlockingExecutor):
 
     def _start(self, start: SequenceStart) -> None:
         if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
-            assert (text.length, text.layout.shape[-1]) == (start.cached_length + start.dropped, start.cached_length)
+            (table,) = start.tables
+            assert text.length == start.logical_length == text.layout.shape[-1] + table.dropped
             text.tokens = list(start.token_ids)
             self.alive[start.seq_id] = text
             return
-        shape, size, hit = self.runner.cache.shape, self.config.max_model_len, start.cached_length
+        shape, size, hit = self.runner.cache.shape, self.config.max_model_len, start.logical_length
         layout = torch.arange(hit).expand(shape.num_layers, shape.num_kv_heads, hit)
         visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)
         visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
@@ -250,23 +254,23 @@ class Recorder(BlockingExecutor):
     def _survivors(self, job: CompressionJob, windows: Iterator) -> Tensor:
         """Note the events of a job -> bool `[layers, kv_heads, entries before]`, which survive it."""
         text, compression = self.alive[job.seq_id], self.config.compression
-        survives = text.layout >= 0
-        stride = job.size - compression.buffer if isinstance(compression.policy, Standalone) else job.size
-        assert job.stride == stride
+        survives, (own,) = text.layout >= 0, job.parts
+        stride = own.size - compression.buffer if isinstance(compression.policy, Standalone) else own.size
+        assert own.stride == stride
         held = iter(self._held.pop(job.seq_id, [])[: job.chosen])
         for i in range(job.num_windows):
-            start = job.first_block * self.config.block_size + i * stride
-            if job.destinations:
+            start = own.first_block * self.config.block_size + i * stride
+            if job.moves:
                 queries, kept, *given = next(windows if i >= job.chosen else held)
-                event = Event(text, text.length, start, job.size, job.retain, text.layout, kept, True, queries, *given)
+                event = Event(text, text.length, start, own.size, own.retain, text.layout, kept, True, queries, *given)
             else:
-                assert job.num_windows == 1 and job.region_blocks * self.config.block_size == job.dropped
-                kept = torch.arange(job.dropped, job.size).expand(*text.layout.shape[:2], -1)
-                event = Event(text, text.length, start, job.size, job.retain, text.layout, kept, False)
-            chosen = torch.zeros(*kept.shape[:2], job.size + 1, dtype=torch.bool).scatter(
-                -1, kept % (job.size + 1), True
+                assert job.num_windows == 1 and own.region_blocks * self.config.block_size == own.dropped
+                kept = torch.arange(own.dropped, own.size).expand(*text.layout.shape[:2], -1)
+                event = Event(text, text.length, start, own.size, own.retain, text.layout, kept, False)
+            chosen = torch.zeros(*kept.shape[:2], own.size + 1, dtype=torch.bool).scatter(
+                -1, kept % (own.size + 1), True
             )
-            survives[..., start : start + job.size] &= chosen[..., :-1]
+            survives[..., start : start + own.size] &= chosen[..., :-1]
             self.events.append(event)
         text.num_events += job.num_windows
         return survives
@@ -274,7 +278,7 @@ class Recorder(BlockingExecutor):
     def _compress(self, job: CompressionJob, entries: Tensor, survives: Tensor) -> Tensor:
         """Strike what is evicted from the map -> the entries as they must lie now, anything in holes."""
         text = self.alive[job.seq_id]
-        length = text.layout.shape[-1] - job.dropped
+        length = text.layout.shape[-1] - job.parts[0].dropped
         layout = torch.full((*survives.shape[:2], length), -1)
         moved = entries[..., :length, :].clone()
         for layer, head in torch.cartesian_prod(*map(torch.arange, survives.shape[:2])).tolist():
@@ -286,8 +290,9 @@ class Recorder(BlockingExecutor):
 
     def _check_table(self, job: CompressionJob, before: list[int], copies: list[BlockCopy]) -> None:
         """Exactly the blocks are left that the entries need, in the order they were in."""
-        blocks = slice(job.first_block, job.first_block + job.region_blocks)
-        after = [*before[: blocks.start], *job.destinations, *before[blocks.stop :]]
+        (own,) = job.parts
+        blocks = slice(own.first_block, own.first_block + own.region_blocks)
+        after = [*before[: blocks.start], *own.destinations, *before[blocks.stop :]]
         for block_copy in copies:
             if block_copy.seq_id == job.seq_id:
                 after[block_copy.index] = block_copy.destination
@@ -358,7 +363,7 @@ def step(llm: LLM) -> None:
     scheduler.check()
     for seq in scheduler.running:
         assert seq.cached_length == recorder.alive[seq.seq_id].layout.shape[-1]
-        assert seq.block_table == block_table_of(recorder.runner, seq.seq_id)
+        assert seq.tables[0].blocks == block_table_of(recorder.runner, seq.seq_id)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvllm.config import EngineConfig
@@ -19,10 +20,10 @@ from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
     Load,
+    PartJob,
     SampledToken,
     StepPlan,
     StepResult,
-    TableChange,
     TransferReport,
     decode_plan,
     encode,
@@ -35,30 +36,28 @@ from tests.helpers.plans import scheduled_in
 Entry = tuple[int, ...]
 
 
+@dataclass
 class LiteralTable:
-    """Blocks of a sequence in a part behind the first, `first` fewer than the text has."""
+    """Blocks of a sequence in a part, and the entries of the text that it lacks."""
 
-    def __init__(self) -> None:
-        self.first = 0
-        self.blocks: list[int] = []
-
-    def slide(self, first: int) -> None:
-        assert first >= self.first
-        self.blocks = self.blocks[first - self.first :]
-        self.first = first
+    dropped: int
+    blocks: list[int]
 
 
 class LiteralSequence:
-    def __init__(self, tokens: list[int], prompt_length: int, cached: int, sampling: SamplingParams) -> None:
+    def __init__(self, tokens: list[int], prompt_length: int, logical: int, sampling: SamplingParams) -> None:
         self.tokens = tokens
         self.sampling = sampling
         self.prompt_length = prompt_length
-        self.table: list[int] = []
-        self.others: dict[int, LiteralTable] = {}
-        self.logical = cached
-        self.cached = cached
+        self.tables: list[LiteralTable] = []
+        self.logical = logical
         self.first_scored: int | None = None  # a position; none before it has a score
         self.choice: CompressionJob | None = None  # of windows that are compressed later
+
+    @property
+    def cached(self) -> int:
+        """Entries in the first part."""
+        return self.logical - self.tables[0].dropped
 
     def entry(self, position: int) -> Entry:
         digest = 0
@@ -157,22 +156,20 @@ class LiteralWorker(BlockingExecutor):
         self.random = random.Random(seed)
         self.host = LiteralHost(config.block_size, random.Random(seed), loss)
 
-    def slot(self, seq: LiteralSequence, index: int) -> int:
-        block, offset = divmod(index, self.config.block_size)
-        return seq.table[block] * self.config.block_size + offset
+    def slot(self, table: LiteralTable, position: int) -> int:
+        """Of a token after all that the table lacks."""
+        assert position >= table.dropped, "this block is released"
+        block, offset = divmod(position - table.dropped, self.config.block_size)
+        return table.blocks[block] * self.config.block_size + offset
 
-    def other_slot(self, seq: LiteralSequence, part: int, position: int) -> int:
-        block, offset = divmod(position, self.config.block_size)
-        table = seq.others[part]
-        assert block >= table.first, "this block is released"
-        return table.blocks[block - table.first] * self.config.block_size + offset
+    @property
+    def full_parts(self) -> list[int]:
+        """Those that attend all tokens."""
+        return [part for part, window in enumerate(self.windows) if window is None]
 
-    def full_tables(self, seq: LiteralSequence) -> dict[int, tuple[list[int], int]]:
-        """The blocks and the number of entries of each part that attends all tokens."""
-        size = self.config.block_size
-        tables = {part: table for part, table in seq.others.items() if self.windows[part] is None}
-        others = {part: (table.blocks, seq.logical - table.first * size) for part, table in tables.items()}
-        return {0: (seq.table, seq.cached)} | others if self.windows[0] is None else {}
+    def entry(self, seq: LiteralSequence, part: int, position: int) -> Entry:
+        """What a part holds of a token."""
+        return (part, *seq.entry(position)) if part or self.windows[0] is not None else seq.entry(position)
 
     def entries(self, blocks: list[int], begin: int, end: int) -> list[Entry]:
         size = self.config.block_size
@@ -197,12 +194,11 @@ class LiteralWorker(BlockingExecutor):
         for start in plan.new_seqs:
             assert start.seq_id not in self.sequences
             self.sequences[start.seq_id] = seq = LiteralSequence(
-                start.token_ids, start.prompt_length, start.cached_length, start.sampling
+                start.token_ids, start.prompt_length, start.logical_length, start.sampling
             )
-            seq.logical += start.dropped
-            seq.table += start.block_table
+            seq.tables = [LiteralTable(table.dropped, table.blocks) for table in start.tables]
+            assert len(seq.tables) == len(self.windows)
             seq.first_scored = self.host.first_scored.pop(start.seq_id, None)
-        self._change_tables(plan.restored)
         for start in plan.scored:
             seq = self.sequences[start.seq_id]
             assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
@@ -210,7 +206,7 @@ class LiteralWorker(BlockingExecutor):
             seq.first_scored = start.kv_index
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
         for job in plan.choices:
-            assert job.region_blocks == 0 and not job.destinations
+            assert not any(part.region_blocks or part.destinations for part in job.parts)
             self._choose(self.sequences[job.seq_id], job)
         for job in plan.compressions:
             self._choose(self.sequences[job.seq_id], job)
@@ -219,30 +215,14 @@ class LiteralWorker(BlockingExecutor):
             self._copy(self.sequences[block_copy.seq_id], block_copy)
         for load in plan.loads:
             self.host.load(load, self.cache, self._in_use(plan))
-        self._change_tables(plan.others)
         result = self._forward(plan)
         result.transfers = self.host.report(self.cache, wait=not plan.num_seqs)
         return result
 
-    def _change_tables(self, changes: list[TableChange]) -> None:
-        for change in changes:
-            table = self.sequences[change.seq_id].others.setdefault(change.part, LiteralTable())
-            table.slide(change.first)
-            table.blocks += change.new_blocks
-
     def _in_use(self, plan: StepPlan) -> set[int]:
         """Blocks that the step reads or writes behind its loads."""
-        used = {block for item in scheduled_in(plan) for block in item.new_blocks}
-        for change in plan.others:
-            used.update(change.new_blocks)
-        for seq in self.sequences.values():
-            used.update(seq.table)
-            for part, table in seq.others.items():
-                window, first = self.windows[part], 0
-                if window is not None:  # its table may still name released blocks
-                    first = max(0, seq.logical + 1 - window) // self.config.block_size - table.first
-                used.update(table.blocks[max(0, first) :])
-        return used
+        used = {block for item in scheduled_in(plan) for of_part in item.new_blocks for block in of_part}
+        return used.union(*(table.blocks for seq in self.sequences.values() for table in seq.tables))
 
     @staticmethod
     def _choose(seq: LiteralSequence, job: CompressionJob) -> None:
@@ -250,44 +230,45 @@ class LiteralWorker(BlockingExecutor):
         if job.chosen:
             before = seq.choice
             assert before is not None and before.num_windows == job.chosen < job.num_windows
-            assert [before.first_block, before.size, before.retain] == [job.first_block, job.size, job.retain]
-            assert [(other.part, other.retain) for other in before.others] == [
-                (other.part, other.retain) for other in job.others
-            ]
+            for earlier, part in zip(before.parts, job.parts, strict=True):
+                same = [(each.first_block, each.size, each.retain) for each in (earlier, part)]
+                assert same[0] == same[1]
         seq.choice = job
 
-    def _compress(self, seq: LiteralSequence, job) -> None:
+    def _compress(self, seq: LiteralSequence, job: CompressionJob) -> None:
         seq.choice = None
         config = self.compression
         overlap = config.buffer if isinstance(config.policy, Standalone) else 0
-        assert job.stride == job.size - overlap
+        first = job.parts[0]
+        assert first.stride == first.size - overlap
         assert seq.sampling.compress, "this request keeps all"
         own = seq.sampling.retain_blocks
         if own is not None or (not isinstance(config.policy, Threshold) and not config.named_groups):
             retained = config.retained(self.config.block_size) if own is None else own * self.config.block_size
-            assert self._keeps(job, retained) and job.retain < job.size
-        full = [part for part, window in enumerate(self.windows) if window is None]
-        positions = {self._compact(seq, job.of_part(part), part) for part in full}
+            assert self._keeps(first, retained) and first.retain < first.size
+        parts = zip(self.full_parts, job.parts, strict=True)
+        positions = {self._compact(seq, own, part) for part, own in parts}
         assert len(positions - {None}) == 1, "parts compress other windows"
-        seq.cached -= job.dropped
 
-    def _keeps(self, job, retained: int) -> bool:
+    def _keeps(self, job: PartJob, retained: int) -> bool:
         """Whether a window keeps `retained` entries; of what is chosen from again, each new window drops as many."""
         if not self.compression.spec.reselects:
             return job.retain == retained
         window = self.compression.policy.window_blocks * self.config.block_size
         return (job.size - job.retain) % (window - retained) == 0
 
-    def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
+    def _compact(self, seq: LiteralSequence, job: PartJob, part: int) -> int | None:
         """Execute a job in one part. Returns the position of an entry of its region, the same in all parts, if it does
         anything."""
         config, size = self.compression, self.config.block_size
         overlap = config.buffer if isinstance(config.policy, Standalone) else 0
-        blocks, cached = self.full_tables(seq)[part]
+        table = seq.tables[part]
+        blocks, cached = table.blocks, seq.logical - table.dropped
         if seq.sampling.retain_blocks is None and self.retained[part] is not None:
             kept = self.retained[part]
-            assert self._keeps(job, kept * size) if job else kept == config.policy.window_blocks
-        if job is None:
+            assert self._keeps(job, kept * size) if job.dropped else kept == config.policy.window_blocks
+        if not job.dropped:
+            assert not job.region_blocks and not job.destinations
             return None
         start = job.first_block * size
         region_end = min(cached, (job.first_block + job.region_blocks) * size)
@@ -319,15 +300,12 @@ class LiteralWorker(BlockingExecutor):
         blocks[job.first_block : job.first_block + job.region_blocks] = job.destinations
         for j, entry in enumerate(kept, start):
             self.cache[blocks[j // size] * size + j % size] = entry
-        if part:
-            seq.others[part].first += job.region_blocks - len(job.destinations)
+        table.dropped += len(region) - len(survivors)
         return region[job.size - 1 if config.spec.reselects else 0]  # what is left of windows may differ in parts
 
     def _copy(self, seq: LiteralSequence, plan: BlockCopy) -> None:
         size, destination = self.config.block_size, plan.destination
-        index, table = plan.index, seq.table
-        if plan.part or self.windows[0] is not None:
-            index, table = index - seq.others[plan.part].first, seq.others[plan.part].blocks
+        index, table = plan.index, seq.tables[plan.part].blocks
         source, table[index] = table[index], destination
         for offset in range(size):
             if source * size + offset in self.cache:
@@ -339,32 +317,30 @@ class LiteralWorker(BlockingExecutor):
         for item in scheduled_in(plan):
             seq = self.sequences[item.seq_id]
             seq.tokens += item.new_tokens
-            seq.table += item.new_blocks
+            for table, blocks in zip(seq.tables, item.new_blocks, strict=bool(item.new_blocks)):
+                table.blocks += blocks
             policy = self.compression.policy if self.compression and seq.sampling.compress else None
             if isinstance(policy, Threshold) and seq.logical >= seq.prompt_length:
                 assert seq.cached < policy.threshold_tokens, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
-                if self.windows[0] is None:
-                    self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
-                for part in seq.others:
-                    self.cache[self.other_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
-                seq.cached += 1
+                for part, table in enumerate(seq.tables):
+                    self.cache[self.slot(table, seq.logical)] = self.entry(seq, part, seq.logical)
                 seq.logical += 1
         for item in scheduled_in(plan):  # every write of the step is done: nobody wrote over somebody else's entries
             seq = self.sequences[item.seq_id]
-            for part, (blocks, cached) in self.full_tables(seq).items():
-                self._check_entries(seq, part, self.entries(blocks, 0, cached))
+            for part in self.full_parts:
+                table = seq.tables[part]
+                self._check_entries(seq, part, self.entries(table.blocks, 0, seq.logical - table.dropped))
             self._check_windows(seq, item.num_tokens)
+            self._slide(seq)
             assert item.samples == (seq.logical == len(seq.tokens))
             if not item.samples:
                 continue
             tokens.append(self._sample(item.seq_id, seq))
             for fork in item.forks:
-                child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached, seq.sampling)
-                child.logical = seq.logical
-                child.table = list(seq.table)
+                child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.logical, seq.sampling)
                 child.first_scored = seq.first_scored
-                child.others = copy.deepcopy(seq.others)
+                child.tables = copy.deepcopy(seq.tables)
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
@@ -377,8 +353,8 @@ class LiteralWorker(BlockingExecutor):
         positions = [position for *_, position, _ in entries]
         assert positions == sorted(set(positions)), "survivors are not in ascending order"
         assert positions[-1] == seq.logical - 1
-        mine = (part,) if part else ()
-        assert entries == [(*mine, *seq.entry(position)) for position in positions], "an entry belongs to another text"
+        expected = [self.entry(seq, part, position) for position in positions]
+        assert entries == expected, "an entry belongs to another text"
         if self.compression is None or not seq.sampling.compress:
             assert positions == list(range(seq.logical))
         elif not self.compression.compress_prompt and not isinstance(self.compression.policy, Threshold):
@@ -391,17 +367,22 @@ class LiteralWorker(BlockingExecutor):
             if window is None:
                 continue
             for position in range(max(0, seq.logical - num_tokens + 1 - window), seq.logical):
-                assert self.cache[self.other_slot(seq, part, position)] == (part, *seq.entry(position))
-            assert len(seq.others[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
+                assert self.cache[self.slot(seq.tables[part], position)] == self.entry(seq, part, position)
+            assert len(seq.tables[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
+
+    def _slide(self, seq: LiteralSequence) -> None:
+        """Let go of the blocks that no later token attends."""
+        size = self.config.block_size
+        for table, window in zip(seq.tables, self.windows, strict=True):
+            while window is not None and table.dropped + size <= seq.logical + 1 - window:
+                table.dropped += size
+                del table.blocks[0]
 
     def check_agrees(self, seq: Sequence) -> None:
-        """The scheduler's idea of a running sequence is the worker's, but for what it releases in the next step."""
+        """The scheduler's idea of a running sequence is the worker's."""
         mine = self.sequences[seq.seq_id]
-        assert (mine.logical, mine.cached) == (seq.logical_length, seq.cached_length)
-        for table in seq.others:
-            for i, part in enumerate(table.parts):
-                of_part = mine.others[part]
-                assert of_part.blocks[table.first - of_part.first :] == table.blocks[i :: len(table.parts)]
+        assert mine.logical == seq.logical_length
+        assert mine.tables == [LiteralTable(table.dropped, table.blocks) for table in seq.tables]
         if None not in self.windows:
             return
         self._check_spans(mine, kept_spans(seq.compressions, seq.logical_length))
@@ -410,6 +391,6 @@ class LiteralWorker(BlockingExecutor):
         """The spans follow each other, and of each as many entries are left as it says."""
         assert (spans[0].start, spans[-1].end) == (0, seq.logical)
         assert all(span.end == after.start for span, after in pairwise(spans))
-        positions = [position for position, _ in self.entries(seq.table, 0, seq.cached)]
+        positions = [position for position, _ in self.entries(seq.tables[0].blocks, 0, seq.cached)]
         for span in spans:
             assert sum(span.start <= position < span.end for position in positions) == span.kept

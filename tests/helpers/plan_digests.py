@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from itertools import chain
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import StepPlan, encode
@@ -65,18 +66,26 @@ def plan_digest(harness_type, name: str, seed: int) -> str:
 
 
 def _decisions(plan: StepPlan) -> list:
-    """What the scheduler chose: sequences, lengths and blocks."""
+    """What the scheduler chose: sequences, lengths and blocks. All layers attend all tokens."""
+    started = {start.seq_id: start.tables[0].blocks for start in plan.new_seqs}
+    jobs = [(job.seq_id, job.parts[0]) for job in plan.compressions]
     return [
         plan.reset,
         plan.dropped_seq_ids,
-        [(start.seq_id, start.token_ids, start.prompt_length, start.cached_length) for start in plan.new_seqs],
+        [(start.seq_id, start.token_ids, start.prompt_length, start.logical_length) for start in plan.new_seqs],
         [
-            (job.seq_id, job.first_block, job.num_windows, job.size, job.retain, job.region_blocks, job.destinations)
-            for job in plan.compressions
+            (seq_id, job.first_block, job.num_windows, job.size, job.retain, job.region_blocks, job.destinations)
+            for seq_id, job in jobs
         ],
         [(copy.seq_id, copy.index, copy.destination) for copy in plan.copies],
         [
-            (item.seq_id, item.num_tokens, item.new_blocks, item.samples, [fork.seq_id for fork in item.forks])
+            (
+                item.seq_id,
+                item.num_tokens,
+                [*started.get(item.seq_id, []), *chain(*item.new_blocks)],
+                item.samples,
+                [fork.seq_id for fork in item.forks],
+            )
             for item in sorted(scheduled_in(plan))  # by id: which ones, and not where in the batch
         ],
     ]

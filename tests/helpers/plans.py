@@ -8,11 +8,11 @@ from kvllm.core.protocol import Fork, StepPlan
 
 
 class Scheduled(NamedTuple):
-    """A sequence of the pass. new_tokens: those that come with the plan."""
+    """A sequence of the pass. new_blocks: by part, empty for none. new_tokens: those that come with the plan."""
 
     seq_id: int
     num_tokens: int
-    new_blocks: list[int]
+    new_blocks: list[list[int]]
     new_tokens: list[int]
     samples: bool
     forks: list[Fork]
@@ -21,12 +21,15 @@ class Scheduled(NamedTuple):
 def scheduled_in(plan: StepPlan) -> list[Scheduled]:
     """In the order of the pass."""
     decodes = plan.decodes
-    blocks = dict(zip(decodes.grown, decodes.new_blocks, strict=True))
+    parts = zip(decodes.grown, decodes.new_blocks, strict=True)
+    blocks = [dict(zip(grown, of_part, strict=True)) for grown, of_part in parts]
     decoding = [
-        Scheduled(seq_id, 1, [blocks.pop(index)] if index in blocks else [], [token_id], True, [])
+        Scheduled(
+            seq_id, 1, [[of_part.pop(index)] if index in of_part else [] for of_part in blocks], [token_id], True, []
+        )
         for index, (seq_id, token_id) in enumerate(zip(decodes.seq_ids, decodes.token_ids, strict=True))
     ]
-    assert not blocks, "blocks of no sequence"
+    assert not any(blocks), "blocks of no sequence"
     chunks = [
         Scheduled(each.seq_id, each.num_tokens, each.new_blocks, [], each.samples, each.forks) for each in plan.chunks
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.policies import Standalone
-from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult, TableChange
+from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.worker.inline import InlineExecutor
@@ -61,16 +61,16 @@ class Event:
 
 
 def block_table_of(runner: ModelRunner, seq_id: int) -> list[int]:
-    """The block table of a sequence, as the worker has it."""
+    """The first block table of a sequence, as the worker has it."""
     state = runner.states[seq_id]
-    tables = runner.tables[0]
+    tables = runner.tables.parts[0]
     return tables.table[state.table_slot, : tables.num_blocks[state.table_slot]].tolist()
 
 
 def kv_pairs_of(runner: ModelRunner, seq_id: int, part: int = 0, layers: int | None = None) -> Tensor:
     """The cache of a sequence in logical order, in the layers of a part:
     `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
-    state, tables = runner.states[seq_id], runner.tables[part]
+    state, tables = runner.states[seq_id], runner.tables.parts[part]
     length = int(tables.kv_lengths([state.table_slot])[0])
     return kv_pairs_in(runner.cache, tables.table[state.table_slot].tolist(), length)[:layers]
 
@@ -146,21 +146,21 @@ class Recorder(BlockingExecutor):
         tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in before}
         for start in plan.new_seqs:
             if start.seq_id in self.suspended:  # it has come from the host, and may be compressed at once
-                before[start.seq_id] = self._kv_pairs_from_host(start, plan.restored)
-                tables[start.seq_id] = start.block_table
+                before[start.seq_id] = self._kv_pairs_from_host(start)
+                tables[start.seq_id] = start.tables[0].blocks
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
             for job in plan.choices:
-                for layer in part.layers if job.of_part(part.index) else ():
+                for layer in part.layers if job.parts[number].dropped else ():
                     held = self._held.setdefault((job.seq_id, layer), [])
                     held[job.chosen :] = [self._selections[layer].pop(0) for _ in range(job.num_choices)]
         for job in plan.compressions:
-            copied = not set(job.destinations) <= set(tables[job.seq_id])
-            for number, part in enumerate(self.parts):
-                if own := job.of_part(part.index):
-                    survives = self._compress(own, number, copied)
+            copied = not set(job.parts[0].destinations) <= set(tables[job.seq_id])
+            for number, own in enumerate(job.parts):
+                if own.dropped:
+                    survives = self._compress(job, number, copied)
                     before[job.seq_id][number] = surviving(before[job.seq_id][number], survives)
         assert not any(self._selections.values())
         for seq_id, entries in before.items():
@@ -170,28 +170,24 @@ class Recorder(BlockingExecutor):
         return result
 
     def _kv_pairs(self, seq_id: int) -> list[Tensor]:
-        return [kv_pairs_of(self.runner, seq_id, part.index, len(part.layers)) for part in self.parts]
+        return [kv_pairs_of(self.runner, seq_id, i, len(part.layers)) for i, part in enumerate(self.parts)]
 
-    def _kv_pairs_from_host(self, start: SequenceStart, changes: list[TableChange]) -> list[Tensor]:
-        tables = {0: start.block_table}
-        for change in changes:
-            if change.seq_id == start.seq_id:
-                tables[change.part] = [*tables.get(change.part, []), *change.new_blocks]
+    def _kv_pairs_from_host(self, start: SequenceStart) -> list[Tensor]:
         held = self.suspended[start.seq_id].cached[:, 0].sum(-1)
         lengths = [int(held[self.layers.index(part.layers[0])]) for part in self.parts]
         return [
-            kv_pairs_in(self.runner.cache, tables[part.index], length)[: len(part.layers)]
-            for part, length in zip(self.parts, lengths, strict=True)
+            kv_pairs_in(self.runner.cache, table.blocks, length)[: len(part.layers)]
+            for part, table, length in zip(self.parts, start.tables, lengths, strict=False)
         ]
 
     def _start(self, start: SequenceStart) -> None:
         if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
-            assert text.length == start.cached_length + start.dropped
+            assert text.length == start.logical_length
             text.tokens = list(start.token_ids)
             self.alive[start.seq_id] = text
             return
         shape, size = self.runner.cache.shape, self.config.max_model_len
-        hit = start.cached_length
+        hit = start.logical_length
         cached = torch.zeros(len(self.layers), shape.num_kv_heads, size, dtype=torch.bool)
         cached[..., :hit] = True
         visible = torch.zeros(len(self.layers), shape.num_kv_heads, size, size, dtype=torch.bool)
@@ -207,8 +203,8 @@ class Recorder(BlockingExecutor):
     def _compress(self, job: CompressionJob, number: int, copied: bool) -> Tensor:
         """Strike the evicted entries of a part from the account -> bool `[layers, kv_heads, entries before]`, what
         survives."""
-        text, compression = self.alive[job.seq_id], self.config.compression
-        size = job.size if compression.spec.reselects else compression.policy.window_blocks * self.config.block_size
+        text, compression, own = self.alive[job.seq_id], self.config.compression, job.parts[number]
+        size = own.size if compression.spec.reselects else compression.policy.window_blocks * self.config.block_size
         stride = size - compression.buffer if isinstance(compression.policy, Standalone) else size
         rows = [self.layers.index(layer) for layer in self.parts[number].layers]
         cached = text.cached[rows]
@@ -218,7 +214,7 @@ class Recorder(BlockingExecutor):
             held = i < job.chosen
             selections = [(self._held[job.seq_id, each] if held else self._selections[each]).pop(0) for each in layers]
             kept = torch.stack([of_layer for _, of_layer in selections])
-            start = job.first_block * self.config.block_size + i * stride
+            start = own.first_block * self.config.block_size + i * stride
             chosen = torch.zeros(*kept.shape[:2], size, dtype=torch.bool).scatter(-1, kept, True)
             survives[..., start : start + size] &= chosen
             if number == 0:
@@ -267,14 +263,9 @@ def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
     size = cache.shape.block_size
     owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
     for seq in (*scheduler.running, *scheduler.batch.loading):
-        index = torch.arange(seq.cached_length)
-        if seq.block_table:
-            owned[torch.tensor(seq.block_table)[index // size], index % size] = True
-        for table in seq.others:
-            for part in range(len(table.parts)):
-                blocks = torch.tensor(table.blocks[part :: len(table.parts)], dtype=torch.long)
-                index = torch.arange(seq.logical_length - table.first * size)
-                owned[blocks[index // size], index % size] = True
+        for table in seq.tables:
+            index = torch.arange(seq.logical_length - table.dropped)
+            owned[torch.tensor(table.blocks, dtype=torch.long)[index // size], index % size] = True
     if prefix_cache := scheduler.blocks.prefix_cache:
         owned[[prefix_cache.is_idle(block) for block in range(cache.num_blocks)]] = True
     cache.data.masked_fill_(~owned[:, None, :, None], float("nan"))

@@ -13,6 +13,7 @@ from kvllm.kvcache.tiers.dropped_pairs import read_pairs
 from kvllm.worker.features.recall import CompressedSequence, Recall
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.windows import Move
 from tests.helpers.features import feature_of
 
 
@@ -53,13 +54,13 @@ class Watch:
 
         attention.project = recording
 
-    def _take_ordered(self, job: Any, state: Any, blocks: Any, kept: torch.Tensor) -> None:
+    def _take_ordered(self, move: Move) -> None:
         """A compression finds its region in the order of positions."""
-        sequence = self.recall.sequences.get(job.seq_id)
+        sequence = self.recall.sequences.get(move.seq_id)
         if sequence:
-            of_region = sequence.positions[..., job.first_block * self.runner.block_size :]
+            of_region = sequence.positions[..., move.job.first_block * self.runner.block_size :]
             assert (of_region.diff(dim=-1) > 0).all()
-        self._take(job, state, blocks, kept)
+        self._take(move)
 
     def check(self) -> None:
         """Residents and dropped pairs of a running sequence are all its pairs, each once, as they were computed."""
@@ -74,7 +75,7 @@ class Watch:
     def _check(self, recall: Recall, state: Any, sequence: CompressedSequence) -> None:
         assert sequence.held.is_complete and sequence.held.count == state.dropped
         num_known, size = sequence.positions.shape[-1], recall.cache.shape.block_size
-        table = torch.from_numpy(self.runner.tables[0].table[state.table_slot]).long()
+        table = torch.from_numpy(self.runner.tables.parts[0].table[state.table_slot]).long()
         index, dropped = torch.arange(state.cached_length), torch.arange(sequence.held.count)
         chunks = torch.tensor(sequence.held.chunks, dtype=torch.int64)[dropped // CHUNK]
         for layer, of_layer in enumerate(sequence.positions):

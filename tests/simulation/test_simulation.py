@@ -15,7 +15,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import CompressionJob, PrefillChunk, SequenceStart, StepPlan
+from kvllm.core.protocol import CompressionJob, PartJob, PrefillChunk, SequenceStart, StepPlan
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
@@ -174,7 +174,10 @@ def compression_plan() -> StepPlan:
     sampling = SamplingParams(temperature=0)
     return StepPlan(
         new_seqs=[SequenceStart(i, [0] * 41, 1, 40, sampling, 0) for i in range(2)],
-        compressions=[CompressionJob(0, 1, 2, 12, 4, 12, 6, [0, 1]), CompressionJob(1, 4, 1, 12, 4, 12, 3, [2])],
+        compressions=[
+            CompressionJob(0, [PartJob(1, 2, 12, 4, 12, 6, [0, 1])]),
+            CompressionJob(1, [PartJob(4, 1, 12, 4, 12, 3, [2])]),
+        ],
         chunks=[PrefillChunk(i, 1, [], True) for i in range(2)],
     )
 
@@ -399,6 +402,9 @@ def test_reads_workloads_of_each_kind(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("a.csv", "TIMESTAMP,ContextTokens\n1,2\n", "no column GeneratedTokens.*TIMESTAMP"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n5,1\nfive,1\n", "line 3: .*must be numbers"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n500,1\n5,0\n", "no request of at most 100 tokens"),
         ("m.jsonl", '{"input_length": 3}\n', "line 1 must be a JSON object.*output_length"),
         ("s.json", '{"num_requests": 5, "input_len": 1, "output_length": 1}', "unknown field `output_length`; fields"),
         ("s.json", '{"num_requests": 0, "input_len": 1, "output_len": 1}', "num_requests=0 is not allowed"),

@@ -96,7 +96,7 @@ def _loads_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def outline(plan: StepPlan) -> tuple[Any, ...]:
     """All of a plan but its tokens, of which a simulation has none."""
     decodes = plan.decodes
-    starts = [(start.seq_id, start.cached_length, start.dropped, start.block_table) for start in plan.new_seqs]
+    starts = [(start.seq_id, start.logical_length, start.tables) for start in plan.new_seqs]
     parts = (plan.chunks, plan.compressions, plan.copies, plan.stores, plan.loads, plan.scored)
     ends = (plan.dropped_seq_ids, plan.suspended, plan.forgotten, plan.cancelled)
     columns = (decodes.seq_ids, decodes.grown, decodes.new_blocks)

@@ -12,7 +12,7 @@ import pytest
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.config import EngineConfig, LayerGroup
-from kvllm.core.protocol import CompressionJob, Decodes, Fork, PrefillChunk, SequenceStart, StepPlan
+from kvllm.core.protocol import CompressionJob, Decodes, Fork, PartJob, PrefillChunk, SequenceStart, StepPlan
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.entrypoints.simulate import add_arguments, make_config, run
@@ -91,7 +91,7 @@ def test_a_window_ends_at_the_position_whatever_was_dropped(checkpoint: Path, co
     executor.execute(
         StepPlan(
             new_seqs=[SequenceStart(0, [0] * 41, 41, 40, sampling, 0)],
-            compressions=[CompressionJob(0, 0, 4, 10, 2, 10, 10, [0, 1])],
+            compressions=[CompressionJob(0, [PartJob(0, 4, 10, 2, 10, 10, [0, 1])])],
             chunks=[PrefillChunk(0, 1, [], True, [Fork(1, 0)])],
         )
     )

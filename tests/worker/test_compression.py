@@ -120,8 +120,9 @@ def hand_out_first(blocks: BlockManager, order: list[int]) -> None:
     owners = {}
     for i in range(blocks.num_blocks):
         owner = Sequence(i, str(i), [0], SamplingParams(), max_length=2)
+        blocks.share(owner, blocks.no_hit)
         blocks.append(owner, 1)
-        owners[owner.block_table[0]] = owner
+        owners[owner.tables[0].blocks[0]] = owner
     for block in [*order, *sorted(set(owners) - set(order))]:
         blocks.release(owners[block])
 
@@ -161,17 +162,18 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
         hand_out_first(run.scheduler.blocks, table)
         while run.seq.logical_length < length:
             assert not run.step().compressions
-        assert run.seq.block_table == block_table_of(run.recorder.runner, 0) == table
+        (held,) = run.seq.tables
+        assert held.blocks == block_table_of(run.recorder.runner, 0) == table
         (job,) = run.step().compressions
 
-        assert job.first_block * block_size == start
+        assert job.parts[0].first_block * block_size == start
         # The same step computed one more token.
         entries, positions = kv_pairs_of(run.recorder.runner, 0)[..., :-1, :], run.positions()[..., :-1]
         assert run.seq.cached_length - 1 == entries.shape[3] == case["C_after"]
-        assert run.seq.block_table[: len(after)] == after
-        assert run.seq.block_table == block_table_of(run.recorder.runner, 0)
+        assert held.blocks[: len(after)] == after
+        assert held.blocks == block_table_of(run.recorder.runner, 0)
         assert set(table) - set(after) == set(arrays[f"c{i}_freed"].tolist())
-        assert len(run.seq.block_table) - len(after) == (case["next_slot"] == -1)
+        assert len(held.blocks) - len(after) == (case["next_slot"] == -1)
         if case["next_slot"] != -1:
             assert model.slots == [case["next_slot"]]
         for plane, kind in enumerate("kv"):

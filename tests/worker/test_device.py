@@ -151,7 +151,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     kinds = {compression.spec.learns, False}  # of events: those that are learned from, and others
     fitting = [min(6, 200 // window_tokens(compression, size, learns=learns)) for learns in kinds]
     assert sum(len(keys) for keys in windows) / 3 == sum(fitting)
-    assert not probe.states and len(probe.free_slots) == len(probe.tables[0].table)
+    assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
 
 
 def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> None:

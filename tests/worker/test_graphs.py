@@ -24,7 +24,7 @@ from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.sample_row import SampleRow
-from kvllm.worker.state import Lengths, PartTables, SequenceState
+from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
@@ -250,7 +250,7 @@ def test_padding_is_not_stored(checkpoint: Path, device: str) -> None:
     states = recordings.runner.states.values()
     index = torch.tensor([state.cached_length - 1 for state in states])
     blocks = [
-        int(recordings.runner.tables[0].table[state.table_slot, i // 16])
+        int(recordings.runner.tables.parts[0].table[state.table_slot, i // 16])
         for state, i in zip(states, index, strict=True)
     ]
     assert written.nonzero().tolist() == sorted(map(list, zip(blocks, (index % 16).tolist(), strict=True)))
@@ -332,8 +332,7 @@ def test_a_step_with_chunks_fits_its_size(max_num_seqs: int, max_num_batched_tok
 
 def test_a_graph_reads_tables_of_every_width() -> None:
     """Of wide tables only the columns that a step needs are copied; what lies behind is of an earlier step."""
-    lengths, params = Lengths(3), SamplingParams()
-    tables = PartTables(lengths, [40], block_size=16)
+    params, tables = SamplingParams(), PartTables(3, [40], block_size=16)
     tables.table[0] = np.arange(120).reshape(3, 40)
     read: list[torch.Tensor] = []
 
@@ -344,9 +343,9 @@ def test_a_graph_reads_tables_of_every_width() -> None:
     inputs = InputPreparer(tables, torch.device("cpu"))
     recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), [40])
     for length, width in ((600, 40), (20, 2), (100, 8)):
-        states = [SequenceState([5] * 601, slot, lengths, SampleRow(params, 0, [], [])) for slot in (2, 0)]
+        states = [SequenceState([5] * 601, slot, tables, SampleRow(params, 0, [], [])) for slot in (2, 0)]
         for slot in (2, 0):
-            lengths.start(slot, length, length)
+            tables.start(slot, length, [])
         of_step = recorded.prepare(states, [1, 1], GraphSize(2, 2))
         of_step.write_tokens(np.array([5, 5]))
         assert recorded.run(of_step, GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]

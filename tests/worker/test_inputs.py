@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvllm.attention.registry import make_backend
+from kvllm.core.protocol import PartJob
+from kvllm.core.tables import TableStart
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.sampling_params import SamplingParams
@@ -17,7 +19,7 @@ from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sample_row import SampleRow
-from kvllm.worker.state import Lengths, PartTables, SequenceState
+from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
@@ -30,8 +32,7 @@ class Worker:
     """Sequences, and two that prepare inputs of all their steps: one ahead, too."""
 
     def __init__(self) -> None:
-        self.lengths = Lengths(MAX_SEQS)
-        self.parts = PartTables(self.lengths, [MAX_BLOCKS, MAX_BLOCKS], BLOCK_SIZE)
+        self.parts = PartTables(MAX_SEQS, [MAX_BLOCKS, MAX_BLOCKS], BLOCK_SIZE)
         self.tables, self.sliding = self.parts.parts
         shape = CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32)
         self.ragged, self.mass = RaggedLengths(shape, MAX_SEQS, CPU), AttentionMass(shape, MAX_SEQS, 1, CPU)
@@ -51,20 +52,20 @@ class Worker:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
         row = SampleRow(SamplingParams(), 0, tokens, [])
         table_slot = len(self.states)
-        self.lengths.start(table_slot, length - 1, length - 1)
-        self.states.append(SequenceState(tokens, table_slot, self.lengths, row))
+        self.parts.start(table_slot, length - 1, [])
+        self.states.append(SequenceState(tokens, table_slot, self.parts, row))
 
     def grow(self, state: SequenceState, num_tokens: int) -> None:
         """Blocks for so many more pairs."""
         slot = state.table_slot
-        missing = -(-(state.cached_length + num_tokens) // BLOCK_SIZE) - self.tables.num_blocks[slot]
-        self.tables.append(slot, self.new_blocks(missing))
-        held = int(self.sliding.first[slot]) + self.sliding.num_blocks[slot]
-        self.sliding.append(slot, self.new_blocks(-(-(state.logical_length + num_tokens) // BLOCK_SIZE) - held))
+        for tables in self.parts.parts:
+            length = int(tables.kv_lengths([slot])[0]) + num_tokens
+            tables.append(slot, self.new_blocks(-(-length // BLOCK_SIZE) - tables.num_blocks[slot]))
 
     def slide(self, state: SequenceState) -> None:
         """Only the block of the next token is left."""
-        self.sliding.slide(state.table_slot, state.logical_length // BLOCK_SIZE)
+        count = int(self.sliding.kv_lengths([state.table_slot])[0]) // BLOCK_SIZE
+        self.sliding.slide(state.table_slot, count)
 
     def new_blocks(self, count: int) -> list[int]:
         self.next_block += count
@@ -72,8 +73,8 @@ class Worker:
 
     def compress(self, state: SequenceState) -> None:
         """Two blocks of pairs become one, of which heads keep different numbers."""
-        self.tables.replace(state.table_slot, 0, 2, self.new_blocks(1))
-        self.lengths.cached[state.table_slot] -= BLOCK_SIZE
+        job = PartJob(0, 1, 2 * BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE, 2, self.new_blocks(1))
+        self.tables.compact(state.table_slot, job)
         self.ragged.set([state.table_slot], [0], torch.randint(5, (2, 1, 3)), [BLOCK_SIZE])
 
     def shape(self, states: list[SequenceState], num_tokens: list[int], spare: int) -> InputShape:
@@ -114,7 +115,7 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.tables.replace(state.table_slot, 1, 1, worker.new_blocks(1))
             case "a longer cache":
                 worker.grow(state, 2)
-                worker.lengths.cached[state.table_slot] += 1
+                worker.parts.logical[state.table_slot] += 1
             case "scores are added up":
                 worker.scores.observe(state.table_slot, state.cached_length)
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
@@ -130,7 +131,7 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
         for inputs in (found, anew, usual):
             inputs.write_tokens(token_ids)
         assert fields(found) == fields(anew) == fields(usual)
-        worker.lengths.advance(np.array([each.table_slot for each in batch]), np.array(num_tokens))
+        worker.parts.advance(np.array([each.table_slot for each in batch]), np.array(num_tokens))
         before = found.memory.clone()
         worker.ahead.prepare_ahead(batch, num_tokens, shape)
         assert torch.equal(found.memory, before)  # which may be on its way to the device
@@ -142,15 +143,11 @@ def test_inputs_written_out() -> None:
     worker.start(9)
     worker.start(3)
     first, second = worker.states
-    worker.tables.append(first.table_slot, [7, 4, 9])
-    worker.sliding.slide(first.table_slot, 1)
-    worker.sliding.append(first.table_slot, [8, 3])
-    worker.lengths.start(first.table_slot, 9, 5)  # four pairs are gone
+    # Four pairs are gone from either table.
+    worker.parts.start(first.table_slot, 9, [TableStart(4, [7, 4, 9]), TableStart(BLOCK_SIZE, [8, 3])])
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
     worker.scores.observe(first.table_slot, 4)
-    worker.tables.append(second.table_slot, [2])
-    worker.sliding.append(second.table_slot, [1])
-    worker.lengths.start(second.table_slot, 0, 0)
+    worker.parts.start(second.table_slot, 0, [TableStart(0, [2]), TableStart(0, [1])])
     inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4, 2))
     inputs.write_tokens(np.array([*second.token_ids, 50]))
     assert fields(inputs) == {
@@ -175,9 +172,7 @@ def test_a_device_does_not_hide_the_rows_that_the_host_wrote() -> None:
     worker = Worker()
     worker.start(9)
     [state] = worker.states
-    worker.sliding.slide(state.table_slot, 1)
-    worker.grow(state, 3)
-    state.lengths.start(state.table_slot, 6, 1)
+    worker.parts.start(state.table_slot, 6, [TableStart(5, [0]), TableStart(BLOCK_SIZE, [1, 2])])
     inputs = worker.ahead.prepare([state], [3], worker.ahead.shape(3, 1, 4, 2)).to(torch.device("meta"))
     batches = inputs.batches()
     rows = [[part.tolist() for part in batch.on_host or ()] for batch in batches]

@@ -86,10 +86,10 @@ def test_a_sequence_holds_its_windows(checkpoint: Path, window: int, block_size:
     while engine.has_unfinished_requests():
         engine.step()
         for seq in engine.scheduler.running:
-            (table,) = seq.others
-            held.add(len(table.blocks) // 2)
-            assert len(seq.block_table) == -(-seq.logical_length // block_size)
-            assert llm.stats().blocks_in_use == len(seq.block_table) + len(table.blocks)
+            full, *sliding = seq.tables
+            held |= {len(table.blocks) for table in sliding}
+            assert len(full.blocks) == -(-seq.logical_length // block_size)
+            assert len(sliding) == 2 and llm.stats().blocks_in_use == seq.num_blocks
     assert max(held) in (most - 1, most)  # the bound holds wherever the window begins in a block
     assert -(-window // block_size) + 1 == most
 
@@ -101,14 +101,13 @@ def test_a_prefix_hit_needs_the_window_alone(checkpoint: Path) -> None:
     expected = texts(run_poisoned(llm, [prompt], greedy(1)))
     blocks = llm.llm_engine.scheduler.blocks
     hit = blocks.match_prefix(sequence_of(prompt), 100)
-    assert hit.num_blocks == len(hit.full) == 25
-    assert len(hit.others[0]) == 2 * 5
-    lost = hit.others[0][-4]  # of the last block but one
+    assert hit.num_blocks == 25 and list(map(len, hit.tables)) == [25, 5, 5]
+    lost = hit.tables[1][-2]
     blocks.prefix_cache.remove(lost)
     blocks.pool.own([lost])
     blocks.pool.release([lost])
     shorter = blocks.match_prefix(sequence_of(prompt), 100)
-    assert shorter.num_blocks == len(shorter.full) == 23 and lost not in shorter.others[0]
+    assert shorter.num_blocks == len(shorter.tables[0]) == 23 and lost not in shorter.tables[1]
     assert texts(run_poisoned(llm, [prompt], greedy(1))) == expected
 
 

@@ -140,7 +140,7 @@ def assert_held_pairs_are_cached(runner: ModelRunner, state: SequenceState) -> N
     residual = feature_of(runner, KVResidual)
     slot, length = state.table_slot, state.cached_length
     rows = torch.arange(state.logical_length - 6, state.logical_length) % 6
-    tables = runner.tables[0].table[slot, : runner.tables[0].num_blocks[slot]]
+    tables = runner.tables.parts[0].table[slot, : runner.tables.parts[0].num_blocks[slot]]
     blocks = torch.from_numpy(tables.copy())[None]
     for layer in range(2):
         gathered = (

@@ -8,15 +8,15 @@ import pytest
 from kvllm.core.protocol import Decodes, PrefillChunk, SequenceStart, StepPlan
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.sample_row import SampleRow
-from kvllm.worker.state import Lengths, SequenceState
+from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import BatchKeeper
 
 DECODES = Decodes([3, 5], [7, 8])
 
 
 def states_in(*table_slots: int) -> dict[int, SequenceState]:
-    lengths, row = Lengths(4), SampleRow(SamplingParams(), 0, [1], [])
-    return {3 + 2 * i: SequenceState([1], slot, lengths, row) for i, slot in enumerate(table_slots)}
+    tables, row = PartTables(4, [1], block_size=1), SampleRow(SamplingParams(), 0, [1], [])
+    return {3 + 2 * i: SequenceState([1], slot, tables, row) for i, slot in enumerate(table_slots)}
 
 
 def step(keeper: BatchKeeper, plan: StepPlan, states: dict[int, SequenceState]) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from kvllm import LLM, SamplingParams
 from kvllm.core.protocol import Decodes, PrefillChunk, SequenceStart, StepPlan
 from kvllm.core.sequence import PENDING
+from kvllm.core.tables import TableStart
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.step_inputs import StepInputs
 from kvllm.worker.step_thread import StepThread
@@ -78,8 +79,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def prompt_plan(seq_id: int, block: int, *, reset: bool = False) -> StepPlan:
-    start = SequenceStart(seq_id, PROMPT[:], len(PROMPT), 0, GREEDY, 0)
-    return StepPlan(new_seqs=[start], chunks=[PrefillChunk(seq_id, len(PROMPT), [block], True)], reset=reset)
+    start = SequenceStart(seq_id, PROMPT[:], len(PROMPT), 0, GREEDY, 0, tables=[TableStart(0, [block])])
+    return StepPlan(new_seqs=[start], chunks=[PrefillChunk(seq_id, len(PROMPT), [], True)], reset=reset)
 
 
 DECODE = StepPlan(decodes=Decodes([0], [PENDING]))

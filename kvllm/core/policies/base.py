@@ -76,15 +76,15 @@ class CompressionPolicy(ABC, Generic[Own]):
         return [first, *self.group_regions[1:]]
 
     def retained(self, seq: Sequence, region: Region) -> list[int]:
-        """KV pairs that the layers of each of these groups keep of a window of a region of the first."""
-        if len(self.groups) == 1:
+        """KV pairs that each part of these groups keeps of a window of a region of the first."""
+        if self.full_parts == 1:
             return [region.retain]
-        return [regions.retain for regions in self.regions_by_group(seq)]
+        by_group = zip(self.groups, self.regions_by_group(seq), strict=True)
+        return [regions.retain for group, regions in by_group for _ in group.parts]
 
     def released(self, seq: Sequence, region: Region) -> int:
         """KV pairs by which all tables of a sequence together shrink for each window of a region."""
-        kept = zip(self.groups, self.retained(seq, region), strict=True)
-        return sum(len(group.parts) * (region.size - retained) for group, retained in kept)
+        return sum(region.size - retained for retained in self.retained(seq, region))
 
     def selected_from(self, seq: Sequence, region: Region) -> Region:
         """A region together with what is left of the windows before it, if the method chooses from both."""
@@ -95,12 +95,10 @@ class CompressionPolicy(ABC, Generic[Own]):
 
     def dropped(self, job: CompressionJob) -> int:
         """KV pairs that a sequence loses by a job, in the mean over the layers, rounded down."""
-        if len(self.groups) == 1:
-            return job.dropped
+        if self.full_parts == 1:
+            return job.parts[0].dropped
         layers = [len(part) for group in self.groups for part in group.parts]
-        lost = layers[0] * job.dropped
-        lost += sum(layers[other.part] * job.num_windows * (other.size - other.retain) for other in job.others)
-        return lost // sum(layers)
+        return sum(count * part.dropped for count, part in zip(layers, job.parts, strict=True)) // sum(layers)
 
     def unscored(self, sequences: Sequences[Sequence]) -> list[Sequence]:
         """Those that cannot be compressed as long as their scores are not added up."""

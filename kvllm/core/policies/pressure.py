@@ -93,16 +93,16 @@ class PressurePolicy(EventPolicy[Pressure]):
     def _growth(self, seq: Sequence) -> int:
         """Blocks that a sequence adds within `period` steps."""
         pairs = seq.cached_length + min(self.options.period, self._remaining(seq))
-        return self.full_parts * max(0, -(-pairs // self.regions.block_size) - len(seq.block_table))
+        return self.full_parts * max(0, -(-pairs // self.regions.block_size) - len(seq.tables[0].blocks))
 
     def _growth_to_end(self, seq: Sequence) -> int:
         """Blocks that a sequence and its completions add if all of them get as long as they may."""
         pairs = seq.cached_length + seq.max_length - 1 - seq.logical_length  # the last token is never stored
-        blocks = (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.block_table)
+        blocks = (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.tables[0].blocks)
         return self.full_parts * blocks
 
     def _fills_block(self, seq: Sequence) -> bool:
-        return seq.cached_length == len(seq.block_table) * self.regions.block_size
+        return seq.cached_length == len(seq.tables[0].blocks) * self.regions.block_size
 
     @staticmethod
     def _remaining(seq: Sequence) -> int:

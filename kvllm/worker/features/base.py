@@ -120,7 +120,7 @@ class StepFeature(ABC):
         """KV pairs of a part are about to move: take along what belongs to them."""
 
     def compacted(self, job: CompressionJob, state: SequenceState) -> None:
-        """All parts of a sequence are compacted. Its cached length is still that before."""
+        """All parts of a sequence are compacted."""
 
     # A pass
 

@@ -20,7 +20,6 @@ from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
-from kvllm.worker.group_tables import num_full_parts
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write_rows
@@ -81,7 +80,7 @@ class ObservedScores(StepFeature):
         config, compression = worker.config, worker.config.active_compression
         if compression is None or not compression.observes_scores:
             return None
-        tables, sizes = worker.tables.parts[: num_full_parts(config)], (config.max_num_seqs, config.max_model_len)
+        tables, sizes = worker.tables.parts[: worker.tables.full_parts], (config.max_num_seqs, config.max_model_len)
         return cls(worker.operations, worker.backend, tables, compression, *sizes)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
@@ -133,32 +132,31 @@ class ObservedScores(StepFeature):
 
     def compacted(self, job: CompressionJob, state: SequenceState) -> None:
         """The next windows begin at the first whole block of what is left uncompressed."""
-        table_slot = state.table_slot
-        end = job.first_block * self.block_size + job.num_windows * job.stride - job.dropped
+        table_slot, first = state.table_slot, job.parts[0]
+        end = first.first_block * self.block_size + first.num_windows * first.stride - first.dropped
         self.uncompressed[table_slot] = end
         if not self.reselects:
             self.window_start[table_slot] = -(-end // self.block_size) * self.block_size
 
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            self._move(move.job, move.state, move.cached, move.blocks, move.kept)
+            self._move(move)
 
-    def _move(
-        self, job: CompressionJob, state: SequenceState, kv_length: int, sources: np.ndarray, offsets: torch.Tensor
-    ) -> None:
+    def _move(self, move: Move) -> None:
         """Let the scores of what follows a job's windows move with its KV pairs, and those of survivors that are
         chosen from again. These become sums of as many queries."""
+        job, offsets = move.job, move.kept
         if offsets.shape[-1] == job.num_windows * job.retain and job.stride == job.size and not self.reselects:
             return  # nothing uncompressed has moved inside a block
         device = self.scores.device
         index = torch.arange(offsets.shape[-1], device=device)
-        source, destination = to_device(sources.astype(np.int64), device), to_device(job.destinations, device)
+        source, destination = to_device(move.blocks.astype(np.int64), device), to_device(job.destinations, device)
         layer = torch.arange(offsets.shape[0], device=device)[:, None, None]
         head = torch.arange(offsets.shape[1], device=device)[:, None]
         moved = self.scores[layer, source[offsets // self.block_size], head, offsets % self.block_size]
         if self.reselects:
-            ages = to_device(self.ages(state, kv_length, job.size), device)
-            behind = kv_length - job.first_block * self.block_size - job.size
+            ages = to_device(self.ages(move.state, move.cached, job.size), device)
+            behind = move.cached - job.first_block * self.block_size - job.size
             moved[..., : job.retain] *= (PRIOR + behind) / ages[offsets[..., : job.retain]]
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
 

@@ -122,7 +122,7 @@ class Recall(StepFeature):
 
     def before_choice(self, job: CompressionJob, blocks: np.ndarray) -> None:
         """Bring the pairs of a region into the order of their positions, since methods and movements rely on it."""
-        sequence, start = self.sequences.get(job.seq_id), job.first_block * self.cache.shape.block_size
+        sequence, start = self.sequences.get(job.seq_id), job.parts[0].first_block * self.cache.shape.block_size
         if sequence is None or sequence.is_ordered or sequence.positions.shape[-1] <= start:
             return
         of_region = sequence.positions[..., start:]
@@ -136,21 +136,22 @@ class Recall(StepFeature):
 
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            self.take(move.job, move.state, move.blocks, move.kept)
+            self.take(move)
 
-    def take(self, job: CompressionJob, state: SequenceState, blocks: np.ndarray, kept: torch.Tensor) -> None:
+    def take(self, move: Move) -> None:
         """Hold what a compression is about to drop."""
+        job, kept = move.job, move.kept
         start = job.first_block * self.cache.shape.block_size
         tail = kept.shape[-1] - (job.span - job.dropped)
         size = job.span + tail
-        sequence = self._of(job.seq_id)
+        sequence = self._of(move.seq_id)
         known = sequence.positions.shape[-1]
-        rest = torch.arange(known, max(known, start + size), dtype=torch.int32) + state.dropped
+        rest = torch.arange(known, max(known, start + size), dtype=torch.int32) + move.state.dropped
         positions = torch.cat((sequence.positions, rest.expand(*kept.shape[:2], -1)), dim=-1)
         region = positions[..., start : start + size]
         is_dropped = torch.ones(region.shape, dtype=torch.bool).scatter_(-1, kept, False)
         offsets = is_dropped.nonzero()[:, 2].view(*kept.shape[:2], -1)
-        self._hold(sequence, blocks, offsets, region.gather(-1, offsets))
+        self._hold(sequence, move.blocks, offsets, region.gather(-1, offsets))
         sequence.positions = torch.cat((positions[..., :start], region.gather(-1, kept)), dim=-1)
         movable = torch.zeros(sequence.positions.shape[-1], dtype=torch.bool)
         movable[: min(start, known)] = sequence.movable[:start]

@@ -45,7 +45,7 @@ class KVResidual(StepFeature):
         return {"kv_residual_bytes": vectors * shape.head_dim * shape.dtype.itemsize}
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
-        self.first[table_slot] = start.cached_length + start.dropped
+        self.first[table_slot] = start.logical_length
 
     def save(self, table_slot: int) -> tuple[int, torch.Tensor]:
         return int(self.first[table_slot]), self.pairs[:, :, table_slot].clone()

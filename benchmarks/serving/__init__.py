@@ -1,1 +1,0 @@
-"""Benchmarks of serving: load over time, and what the scheduler makes of it."""
