@@ -35,7 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOWEST = ("test_triton_compilation", "test_triton", "test_cuda_path", "test_triton_quantized")
-"""Files with a minute's work that cannot be shared out: they begin first, so that no process is left alone with one."""
+"""Files with a minute's work that cannot be shared out. They begin first, as all tests on Ray do, so that no process is
+left alone with one."""
+
+
+def _begins_early(item: pytest.Item) -> bool:
+    group = item.get_closest_marker("xdist_group")
+    return item.path.stem in SLOWEST or (group is not None and group.args == ("ray",))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -47,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:  # a file's tests share its fixtures, so one process runs them
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.path.stem not in SLOWEST)
+    items.sort(key=lambda item: not _begins_early(item))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -11,6 +11,7 @@ from benchmarks.paper import figure_5, settings
 from kvllm.errors import ConfigError
 
 
+@pytest.mark.long
 def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["--problems", "4", "--sizes", "6", "7", "--retentions", "0.2", "--methods", "kara", "streaming"]
     figure_5.run_figure([*arguments, "--window", "128", "--buffer", "32", "--output", str(tmp_path)])

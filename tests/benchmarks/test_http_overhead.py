@@ -10,6 +10,7 @@ import pytest
 from benchmarks.http_overhead import run
 
 
+@pytest.mark.long
 def test_both_sides_are_measured_on_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = ["--models", "reasoner", "--batch", "4", "--output-tokens", "24", "--rounds", "2"]
     run([*batch, "--output", str(tmp_path)])

@@ -50,5 +50,5 @@ def test_no_module_imports_a_script(name: str) -> None:
 
 def test_all_modules_outside_of_the_libraries_are_scripts() -> None:
     others = [name for name in MODULES if name.split(".")[1] not in LIBRARIES]
-    assert "benchmarks.demo" in others and "benchmarks.paper.figure_2" in others
+    assert "benchmarks.demo" in others and "benchmarks.peers" in others
     assert [name for name in others if not is_script(MODULES[name])] == []

@@ -232,6 +232,7 @@ def training_run() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.long
 def test_training_again_gives_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "BATCH_TOKENS", 512)
     for name, value in {"SHARES": {"program": 1.0}, "GROW_WINDOW": 1, "GROW_ACCURACY": -1.0}.items():

@@ -13,6 +13,7 @@ from benchmarks.paper import simulated_tables
 from kvllm.errors import ConfigError
 
 
+@pytest.mark.long
 def test_swap_computes_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--requests", "3", "--input-len", "24", "--output-len", "40", "--pool-fraction", "0.6", "--repeats", "1"]
     swap.benchmark([*sizes, "--lengths", "48", "--output", str(tmp_path)])
@@ -40,6 +41,7 @@ def test_tiers_save_prompt_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert computed["after a restart"] == [kept]
 
 
+@pytest.mark.long
 def test_tiers_at_the_papers_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With so little memory that two of four sequences are preempted."""
     model = shapes.find_model("8b", tmp_path)

@@ -113,7 +113,7 @@ def test_problems_of_the_reasoner(tmp_path: Path, capsys: pytest.CaptureFixture)
     for file in Path(DEFAULT_MODEL).iterdir():
         if not file.name.startswith("kv_"):
             (tmp_path / file.name).symlink_to(file)
-    arguments = ["--model", str(tmp_path), "--task", "program", "--length", "1000", "--pieces", "2", "--layer-losses"]
+    arguments = ["--model", str(tmp_path), "--task", "program", "--pieces", "2", "--layer-losses"]
     calibrate.run_calibration(arguments)
     assert f"Written: {tmp_path / LAYER_LOSSES_FILE}" in capsys.readouterr().out
     losses = read_losses(tmp_path, 4)

@@ -129,6 +129,7 @@ def test_all_methods_end_with_as_many_pairs(method: str, length: int) -> None:
         assert abs(held - target(share, length - 1)) < BLOCK_SIZE, (share, held)
 
 
+@pytest.mark.long
 def test_engines_hold_what_was_asked_for(texts: list[str], tokenizer: Any, tmp_path: Path, capsys) -> None:
     make_checkpoint(tmp_path, "qwen3", vocab_size=len(tokenizer.hf), head_dim=32, num_hidden_layers=2)
     tokenizer.hf.save_pretrained(tmp_path)

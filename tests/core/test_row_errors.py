@@ -33,7 +33,9 @@ def serve_beside_a_broken_one(llm: LLM) -> tuple[list[RequestOutput], RequestOut
     return good, broken
 
 
-@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+@pytest.mark.parametrize(
+    "backend", ["inline", pytest.param("ray", marks=[pytest.mark.xdist_group("ray"), pytest.mark.long])]
+)
 def test_the_others_are_not_disturbed(checkpoint: Path, backend: str, request: pytest.FixtureRequest) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_cluster")

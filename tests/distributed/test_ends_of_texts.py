@@ -13,6 +13,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 def test_ranks_of_replicas(tmp_path: Path) -> None:
     make_checkpoint_with_end(tmp_path, "tokenizer_config.json")

@@ -75,6 +75,7 @@ def ray_llm(ray_cluster) -> Iterator[Callable[..., LLM]]:
         llm.llm_engine.close()
 
 
+@pytest.mark.long
 def test_the_choice_of_ranks_is_logged_where_the_engine_is(
     ray_llm: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,7 +75,8 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
         for head_dim in head_dims:
             launch_attention(dtype, head_dim)
             if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
-                launch_quantized(head_dim, [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 90])
+                formats = KV_FORMATS if every_shape else ("fp8_e4m3", "int8", "int6_int4_hadamard")
+                launch_quantized(head_dim, [name for name in formats if name != "fp8_e4m3" or capability >= 90])
         launch_elementwise(dtype, 3)
     for number in (1, 2, 3, 16, 33) if every_shape else (1, 3, 16):
         launch_batch(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
 import pytest
@@ -30,10 +30,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """In 16 bits a key is rounded once more, to the dtype of its query."""
 
 
-def run_checks() -> None:
+SHORT = ("fp8_e4m3", "int8", "int6_int4_hadamard")
+"""One of each kind: a float, whole bytes, and codes of fewer bits. The others are long tests."""
+DTYPES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in KV_FORMATS]
+
+
+def run_checks(dtypes: Iterable[str]) -> None:
     failures = {}
     for name, function in CHECKS.items():
-        for kv_cache_dtype in KV_FORMATS:
+        for kv_cache_dtype in dtypes:
             try:
                 function(kv_cache_dtype)
             except Exception:
@@ -42,8 +47,9 @@ def run_checks() -> None:
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_python("run_checks()", __name__, TRITON_INTERPRET="1")
+def failures(request: pytest.FixtureRequest) -> dict[str, str]:
+    dtypes = tuple(KV_FORMATS) if request.config.getoption("long") else SHORT
+    return run_python(f"run_checks({dtypes})", __name__, TRITON_INTERPRET="1")
 
 
 def attention_matches_dense(name: str) -> None:
@@ -158,7 +164,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
-@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+@pytest.mark.parametrize("kv_cache_dtype", DTYPES)
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_the_interpreter(check: str, kv_cache_dtype: str, failures: dict[str, str]) -> None:
     assert f"{check}-{kv_cache_dtype}" not in failures, failures[f"{check}-{kv_cache_dtype}"]

@@ -151,11 +151,17 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
             assert completion.cumulative_logprob == pytest.approx(like.cumulative_logprob, abs=1e-3)
 
 
-def run_cases() -> None:
+LONG = ("h2o", "int8, adakv")
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in cases()]
+
+
+def run_cases(*, long: bool) -> None:
     failures = {}
     with TemporaryDirectory() as directory:
         make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
         for name, case in cases().items():
+            if name in LONG and not long:
+                continue
             try:
                 check_case(Path(directory), *case)
             except Exception:
@@ -178,13 +184,14 @@ def measured_graphs(path: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[dict[str, str], list[Any]]:
+def found(request: pytest.FixtureRequest) -> tuple[dict[str, str], list[Any]]:
     """The failures of cases, and `measured_graphs`."""
-    failures, measured = run_python("run_cases()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
+    long = request.config.getoption("long")
+    failures, measured = run_python(f"run_cases(long={long})", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
     return failures, measured
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", NAMES)
 def test_an_engine_on_the_stand_in(name: str, found: tuple[dict[str, str], list[Any]]) -> None:
     assert name not in found[0], found[0][name]
 
