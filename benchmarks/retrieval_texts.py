@@ -3,17 +3,15 @@
     python -m benchmarks.retrieval_texts models/SmolLM2-135M-Instruct retrieval
     kvllm compare models/SmolLM2-135M-Instruct --text retrieval/*.txt --pieces 16 --length 1536 --needles 0
 
-The loss of the last quarter is then what a method costs those who look something up. Of each kind there are four texts:
+The loss of the last quarter is then what a method costs those who look something up:
 
 - `copied`: source code that stands at the beginning is written once more.
-- `asked_after`: a list of names and numbers, of which a part is asked for at the end, in another order.
-- `asked_before`: the same, but the first line names those that will be asked for.
+- `asked_after`: a list of numbers, of which some are asked for at the end; `asked_before`: the first line names these.
 - `turns`: a dialogue in which a user tells facts and, in the last turns, asks for them again.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import random
 import tarfile
@@ -24,8 +22,10 @@ from pathlib import Path
 from benchmarks.common import command_line
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
-NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "koala", "larch")
+NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet")
+NAMES += ("jetty", "koala", "larch", "maple", "north", "olive", "pearl", "quartz", "river")
 SUBJECTS = ("dentist", "train", "parcel", "garden", "meeting", "recipe", "guitar", "bicycle", "passport", "library")
+SUBJECTS += ("neighbour", "landlord")
 ANSWERS = "How good. Noted: {}. What else?", "Thank you, I will keep in mind that it is {}.", "So it is {}. Go on."
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     add("output", type=Path, help="folder of the texts")
     add("--length", type=int, default=1536, metavar="N", help="tokens of a text (default: 1536)")
     add("--texts", type=int, default=4, metavar="N", help="of each kind (default: 4)")
-    args: argparse.Namespace = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     tokenizer = load_tokenizer(args.model)
     args.output.mkdir(parents=True, exist_ok=True)
     for kind, write in KINDS.items():
