@@ -108,7 +108,8 @@ class Snapshot:
         folder = Path(self._headers.name)
         with explained(self.repo, self.revision.initial):
             for name in self.gguf.files:
-                fetch_header(self.repo, self.commit, self.files[name], folder / Path(name).name)
+                if not (folder / Path(name).name).exists():
+                    fetch_header(self.repo, self.commit, self.files[name], folder / Path(name).name)
         return folder / Path(self.gguf.files[0]).name
 
     def fetch(self, names: Iterable[str]) -> None:

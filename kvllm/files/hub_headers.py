@@ -10,8 +10,8 @@ from kvllm.errors import CheckpointError
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
-FIRST_BYTES = 1 << 22
-"""Which hold most headers: a vocabulary of 50,000 tokens takes two MiB."""
+FIRST_BYTES, MOST_BYTES = 1 << 22, 1 << 26
+"""The first hold most headers: a vocabulary of 50,000 tokens takes two MiB. None needs more than the last."""
 
 
 def fetch_header(repo: str, commit: str, listed: RepoFile, path: Path) -> None:
@@ -21,15 +21,14 @@ def fetch_header(repo: str, commit: str, listed: RepoFile, path: Path) -> None:
     """
     from kvllm.files.gguf.header import read_header
 
-    num_bytes = FIRST_BYTES
+    num_bytes, most = FIRST_BYTES, min(listed.size, MOST_BYTES)
     while True:
-        content = _fetch(repo, commit, listed.path, min(num_bytes, listed.size))
-        path.write_bytes(content)
+        path.write_bytes(_fetch(repo, commit, listed.path, min(num_bytes, most)))
         try:
             read_header(path, listed.size)
             break
-        except CheckpointError:
-            if num_bytes >= listed.size:
+        except CheckpointError:  # it is longer, or broken
+            if num_bytes >= most:
                 raise
         num_bytes *= 4
     with path.open("r+b") as file:
@@ -37,16 +36,18 @@ def fetch_header(repo: str, commit: str, listed: RepoFile, path: Path) -> None:
 
 
 def _fetch(repo: str, commit: str, name: str, num_bytes: int) -> bytes:
-    """The first bytes of a file. A hub that knows no ranges sends the whole, of which these are taken."""
+    """The first bytes of a file. A hub that knows no ranges would send the whole, so no more is read."""
     from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-    response = http_backoff(
-        "GET",
-        hf_hub_url(repo, name, revision=commit),
-        headers={**build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}"},
-        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-        follow_redirects=True,
-    )
-    hf_raise_for_status(response)
-    return response.content[:num_bytes]
+    headers = {**build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}", "Accept-Encoding": "identity"}
+    url, content = hf_hub_url(repo, name, revision=commit), bytearray()
+    with http_stream_backoff(
+        "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
+    ) as response:
+        hf_raise_for_status(response)
+        for part in response.iter_bytes():
+            content += part
+            if len(content) >= num_bytes:
+                break
+    return bytes(content[:num_bytes])

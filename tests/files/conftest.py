@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.hub import Hub, running_hub
+from tests.helpers.hub import Hub, reachable_hub
 
 
 @pytest.fixture(scope="session")
@@ -30,12 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
     without_waits = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
     monkeypatch.setattr("huggingface_hub.utils._http.time", without_waits)
-    with running_hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with reachable_hub(cache, monkeypatch) as hub:
         yield hub

@@ -18,6 +18,7 @@ from kvllm.files.hub_files import quantizations
 from kvllm.tokenizer import has_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.hub import Hub
 
 REPO = "org/Tiny-GGUF"
 SIZES = {"Q2_K": 200, "Q4_K_M": 400, "Q8_0": 800, "BF16": 1600, "F32": 3200}
@@ -131,6 +132,10 @@ def model(tmp_path: Path) -> Callable[..., bytes]:
     return written
 
 
+def ranges(hub: Hub) -> list[str | None]:
+    return [wanted for method, path, wanted in hub.requests if method == "GET" and path.endswith(".gguf")]
+
+
 @pytest.mark.parametrize("first", [64, 1 << 20])
 def test_plan_downloads_headers_alone(first, hub, model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("kvllm.files.hub_headers.FIRST_BYTES", first)
@@ -140,8 +145,8 @@ def test_plan_downloads_headers_alone(first, hub, model, tmp_path, capsys, monke
     planned = capsys.readouterr().out
     cli.main(["plan", str(tmp_path / "llama.gguf"), "--json"])
     assert planned == capsys.readouterr().out
-    asked = [wanted for method, path, wanted in hub.requests if method == "GET" and path.endswith(".gguf")]
-    assert asked and asked[0] == f"bytes=0-{min(first, len(data)) - 1}"
+    asked = ranges(hub)
+    assert len(asked) == len(set(asked)) and asked[0] == f"bytes=0-{min(first, len(data)) - 1}"
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
 
 
@@ -151,6 +156,15 @@ def test_a_model_that_is_not_known_is_refused_before_its_weights(hub, model, mon
     with pytest.raises(CheckpointError, match="mamba"):
         _ = EngineArgs(REPO).path
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
+
+
+def test_no_more_of_a_damaged_file_comes_than_a_header_has(hub, model, monkeypatch):
+    monkeypatch.setattr("kvllm.files.hub_headers.FIRST_BYTES", 64)
+    monkeypatch.setattr("kvllm.files.hub_headers.MOST_BYTES", 1000)
+    hub.add(REPO, {"Tiny-Q8_0.gguf": b"GGUF" + b"\xff" * 5000})
+    with pytest.raises(CheckpointError):
+        _ = EngineArgs(REPO).path
+    assert ranges(hub) == ["bytes=0-63", "bytes=0-255", "bytes=0-999"]
 
 
 def test_a_tokenizer_by_its_id(hub, model):

@@ -11,12 +11,11 @@ from typing import Any
 
 import pydantic
 import pytest
-from huggingface_hub import constants
 
 from kvllm import LLM, CompressionConfig
 from kvllm.entrypoints.cli import make_parser
 from tests.helpers.checkpoints import edit, make_checkpoint
-from tests.helpers.hub import running_hub
+from tests.helpers.hub import reachable_hub
 from tests.helpers.parrot_chat import make_parrot_chat
 from tests.helpers.processes import ROOT
 from tests.helpers.server import ServerProcess
@@ -61,14 +60,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     edit(path, max_position_embeddings=512)
     (path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with running_hub() as hub:
+    with reachable_hub(tmp_path / "cache", monkeypatch) as hub:
         hub.add_folder(MODEL, path)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
         yield
 
 
