@@ -88,7 +88,7 @@ def time_to_return(llm: LLM, length: int, seed: int) -> float:
     token_ids = output.outputs[0].token_ids
     while len(token_ids) < 4:
         engine.step()
-    engine.scheduler.batch.preempt(engine.scheduler.running[0])
+    engine.scheduler.batch.preempt(engine.scheduler.step, engine.scheduler.running[0])
     begin = time.perf_counter()
     while len(token_ids) < 5:
         engine.step()

@@ -19,18 +19,34 @@ class Admission:
     the engine does not preempt and admit in turns.
     """
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, planner: CompressionPlanner | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        planner: CompressionPlanner | None,
+        offloading: Offloading | None,
+    ) -> None:
         self.config = config
         self.blocks = blocks
         self.planner = planner
-        self.offloading: Offloading | None = None  # of the batch that starts what is admitted
-        self.is_closed = False
+        self.offloading = offloading
+        self._is_closed = False
         self._low = int(config.watermark * config.num_blocks)
         self._high = None if config.high_watermark is None else int(config.high_watermark * config.num_blocks)
 
     def close(self) -> None:
         """A running sequence was preempted, because blocks ran out."""
-        self.is_closed = self._high is not None
+        self._is_closed = self._high is not None
+
+    def open(self) -> None:
+        """A sequence was admitted: as much is free again as it takes."""
+        self._is_closed = False
+
+    def may_begin(self, seq: Sequence, hit: PrefixHit, tokens: int) -> bool:
+        """Whether a step with so many tokens left has room for a chunk of a sequence; for all of its prompt, where
+        chunks are not wanted and some step has that room."""
+        prefill = seq.num_uncomputed - hit.num_blocks * self.config.block_size
+        return self.config.enable_chunked_prefill or tokens >= min(prefill, self.config.max_num_batched_tokens)
 
     def needed_blocks(self, seq: Sequence, hit: PrefixHit) -> int:
         """Available blocks that the prefill of a sequence takes, or its cache that is on the host. Those of `hit` are
@@ -42,7 +58,7 @@ class Admission:
     def spare_blocks(self, seq: Sequence, growth: int) -> int:
         """Blocks to leave free beside others that run, and grow by `growth` blocks."""
         # Each fork will copy the block that it writes first.
-        if self.is_closed and self._high is not None:
+        if self._is_closed and self._high is not None:
             return self._high + growth + seq.forks_pending
         # Windows of different sequences are at different points: half of the growth to come is needed at once.
         return self._low + growth // 2 + seq.forks_pending

@@ -13,104 +13,81 @@ from kvllm.core.block_manager import BlockManager
 from kvllm.core.capacity import peak_blocks
 from kvllm.core.learning_turns import LearningTurns
 from kvllm.core.policies import CompressionPolicy, EngineLoad
-from kvllm.core.protocol import CompressionJob, PartJob, ScoringStart, StepPlan
+from kvllm.core.protocol import CompressionJob, PartJob, ScoringStart
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
+from kvllm.core.step import Step
 from kvllm.core.tables import BlockTable
 
 
 class CompressionPlanner:
-    """Plans compressions for the scheduler that holds it, over the same blocks.
-
-    held: ids of running sequences that compute nothing in this step, because they wait to be compressed first.
-    blocked: whether one of these waits for blocks: others share its region, and the pool has no room for its survivors.
-    """
+    """Puts compressions into a step, over the scheduler's blocks: what the policy names, in tables and lengths at once,
+    so that whoever plans after it finds the blocks free."""
 
     def __init__(self, policy: CompressionPolicy[Any], config: EngineConfig, blocks: BlockManager) -> None:
         self.policy = policy
         self.config = config
         self.blocks = blocks
-        self.held: set[int] = set()
-        self.blocked = False
-        self._tokens = 0  # of the step's budget, what compression may still take
         self.reset()
 
     def reset(self) -> None:
         """The workers drop what was learned, so it is learned again."""
         self._turns = LearningTurns(self.policy.config.spec)
-        self._may_learn = False  # in this step: the policy reckons with the queries of its first compressions alone
 
-    @property
-    def tokens_left(self) -> int:
-        """Tokens of the step that neither compression nor the running sequences' decodes take."""
-        return max(0, self._tokens)
-
-    @property
-    def _learns(self) -> bool:
-        """Whether the next compression of the step is learned from."""
-        return self._may_learn and self._turns.learns_now
+    def _learns(self, step: Step) -> bool:
+        """Whether the next compression of a step is learned from."""
+        return step.may_learn and self._turns.learns_now
 
     # Jobs
 
-    def plan(
-        self, plan: StepPlan, running: Sequences[Sequence], tokens: int, *, decode_steps: int, missing_blocks: int
-    ) -> int:
+    def plan(self, step: Step, running: Sequences[Sequence], decode_steps: int) -> None:
         """Compress what was just prefilled, and what the policy names, with the tokens that decodes leave over.
 
-        Args:
-            running: all running sequences, oldest first.
-            tokens: the step's budget.
-            decode_steps, missing_blocks: see EngineLoad.
-
-        Returns:
-            The tokens that are left for the running sequences.
+        running: all running sequences, oldest first. decode_steps: see EngineLoad.
         """
-        self.held.clear()
-        self.blocked = False
-        self._tokens = tokens - len(running)
-        self._may_learn = self._turns.learns_now
-        available = self._available(running)
-        load = EngineLoad(decode_steps, available, missing_blocks, self._tokens, self._may_learn)
+        step.decode_tokens = len(running)
+        step.may_learn = self._turns.learns_now  # the policy reckons with the queries of its first compressions alone
+        available, tokens = self._available(running), step.compression_tokens
+        load = EngineLoad(decode_steps, available, step.missing_blocks, tokens, step.may_learn)
         unscored = self.policy.unscored(running)
         if unscored and self.policy.foresees_compression(running, load):
-            self._score(plan, unscored)
+            self._score(step, unscored)
         decoding = []
         for seq in running:
             if seq.logical_length <= self._compressed_at_once(seq):
                 if seq.logical_length >= seq.prompt_length and (region := self._complete(seq)):
-                    self._compress_at_once(plan, seq, region)
+                    self._compress_at_once(step, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        load = replace(load, available_blocks=self._available(decoding), tokens=self._tokens)
+        load = replace(load, available_blocks=self._available(decoding), tokens=step.compression_tokens)
         for seq, region in self.policy.select(decoding, load):
             if self.policy.at_once:
-                self._compress_at_once(plan, seq, region)
+                self._compress_at_once(step, seq, region)
             else:
-                self._compress(plan, seq, region)
-        return self.tokens_left + len(running)
+                self._compress(step, seq, region)
 
-    def started(self, plan: StepPlan, seq: Sequence) -> None:
+    def started(self, step: Step, seq: Sequence) -> None:
         """A sequence starts, and its first chunk may have output already, which is compressed on its way in."""
         if self.refills_compressed(seq):
-            self._score(plan, self.policy.unscored([seq]))
+            self._score(step, self.policy.unscored([seq]))
 
-    def _score(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
+    def _score(self, step: Step, sequences: Iterable[Sequence]) -> None:
         """Let windows be scored from the first whole block of output on that is not stored yet."""
         for seq in sequences:
             first_block = self.blocks.blocks_for(max(seq.cached_length, seq.prompt_length))
-            plan.scored.append(ScoringStart(seq.seq_id, first_block * self.config.block_size))
+            step.plan.scored.append(ScoringStart(seq.seq_id, first_block * self.config.block_size))
             seq.scored(first_block * self.config.block_size)
 
     def can_compress(self, seq: Sequence) -> bool:
         """Whether something of a sequence is complete."""
         return self._complete(seq) is not None
 
-    def compress_complete(self, plan: StepPlan, seq: Sequence) -> bool:
+    def compress_complete(self, step: Step, seq: Sequence) -> bool:
         """Compress all that is complete. False if nothing is, or it cannot be copied."""
         region = self._complete(seq)
-        return region is not None and self._compress(plan, seq, region)
+        return region is not None and self._compress(step, seq, region)
 
-    def _compress_at_once(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
+    def _compress_at_once(self, step: Step, seq: Sequence, region: Region) -> None:
         """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
 
         It waits for blocks, too, where the policy compresses at once: what it samples must not depend on the load.
@@ -119,21 +96,22 @@ class CompressionPlanner:
         begin inside of blocks.
         """
         if self.policy.config.spec.reselects:  # there is no query to compute
-            self._compress(plan, seq, region)
+            self._compress(step, seq, region)
             return
         chosen = self._chosen(seq, region)
-        affordable = max(0, self._tokens) // window_tokens(self.policy.config, region.size, learns=self._learns)
-        if not (affordable or plan.compressions or plan.choices):
+        cost = window_tokens(self.policy.config, region.size, learns=self._learns(step))
+        affordable = step.compression_tokens // cost
+        if not (affordable or step.plan.compressions or step.plan.choices):
             affordable = 1
         if chosen + affordable >= region.count:
-            waits = not self._compress(plan, seq, region) and self.policy.at_once
-            self.blocked = self.blocked or waits
+            waits = not self._compress(step, seq, region) and self.policy.at_once
+            step.blocked = step.blocked or waits
         else:
             waits = True
             if affordable:
-                self._choose(plan, seq, replace(region, count=chosen + affordable))
+                self._choose(step, seq, replace(region, count=chosen + affordable))
         if waits:
-            self.held.add(seq.seq_id)
+            step.held.add(seq.seq_id)
 
     @staticmethod
     def _chosen(seq: Sequence, region: Region) -> int:
@@ -143,9 +121,9 @@ class CompressionPlanner:
             return 0
         return chosen.count
 
-    def _choose(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
+    def _choose(self, step: Step, seq: Sequence, region: Region) -> None:
         """Plan the choice of survivors in windows that are compressed in a later step, up to the end of a region."""
-        plan.choices.append(self._job(seq, region, [(own, 0, []) for own in self._by_part(seq, region)]))
+        step.plan.choices.append(self._job(step, seq, region, [(own, 0, []) for own in self._by_part(seq, region)]))
         seq.choosing = region
 
     def _compressed_at_once(self, seq: Sequence) -> int:
@@ -158,7 +136,7 @@ class CompressionPlanner:
             return None
         return self.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
 
-    def _compress(self, plan: StepPlan, seq: Sequence, region: Region) -> bool:
+    def _compress(self, step: Step, seq: Sequence, region: Region) -> bool:
         """Plan the compression of a region. The blocks it empties are free at once.
 
         A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
@@ -171,25 +149,27 @@ class CompressionPlanner:
             (own, where[1], table.compact(*where, own.dropped))
             for own, (table, where) in zip(regions, moves, strict=True)
         ]
-        job = self._job(seq, region, compacted)
-        plan.compressions.append(job)
+        job = self._job(step, seq, region, compacted)
+        step.plan.compressions.append(job)
         tail = self.policy.regions_of(seq).tail_after(seq.cached_length, regions[0])
         seq.compacted(regions[0], tail, self.policy.dropped(job))
         return True
 
-    def _job(self, seq: Sequence, region: Region, parts: Iterable[tuple[Region, int, list[int]]]) -> CompressionJob:
+    def _job(
+        self, step: Step, seq: Sequence, region: Region, parts: Iterable[tuple[Region, int, list[int]]]
+    ) -> CompressionJob:
         """A job of the windows up to the end of a region. Those that are left to be chosen from count in the budget.
 
         parts: of each the region, its blocks and their destinations.
         """
-        block_size, learns = self.config.block_size, self._learns
+        block_size, learns = self.config.block_size, self._learns(step)
         jobs = [
             PartJob(own.start // block_size, own.count, own.size, own.retain, own.stride, num_blocks, destinations)
             for own, num_blocks, destinations in parts
         ]
         job = CompressionJob(seq.seq_id, jobs, learns, self._chosen(seq, region))
         self._turns.count(job.num_choices, learns)
-        self._tokens -= job.num_choices * window_tokens(self.policy.config, jobs[0].size, learns=learns)
+        step.take_for_compression(job.num_choices * window_tokens(self.policy.config, jobs[0].size, learns=learns))
         return job
 
     def _by_part(self, seq: Sequence, region: Region) -> list[Region]:

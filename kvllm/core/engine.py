@@ -200,7 +200,7 @@ class LLMEngine:
         self._launched = None
         self.scheduler.advance(plan)
         planned = self._plan_ahead()
-        waits = not self.executor.fills_pending or self.scheduler.batch.restarts_pending
+        waits = not self.executor.fills_pending or self.scheduler.step.restarts_pending
         if planned and not waits:
             self._launched = self._launch(planned)
         result = self.executor.collect()
@@ -210,7 +210,7 @@ class LLMEngine:
         return plan, result, sampled
 
     def _launch(self, plan: StepPlan) -> StepPlan:
-        self.scheduler.batch.resolve()
+        self.scheduler.step.resolve(self.scheduler.running)
         self.executor.launch(plan)
         return plan
 

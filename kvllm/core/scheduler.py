@@ -11,11 +11,14 @@ from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.capacity import longest_alone
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.disk_prefixes import DiskPrefixes
+from kvllm.core.offloading import Offloading
 from kvllm.core.policies import make_policy
+from kvllm.core.preemption import Preemption
 from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence
 from kvllm.core.shares import Shares
+from kvllm.core.step import Step
 from kvllm.core.tenant_admission import TenantAdmission
 from kvllm.stats import EngineStats
 
@@ -32,9 +35,12 @@ class Scheduler:
     Nothing that a step finds out changes a length, so the next one may be planned ahead, between `advance` and
     `receive`: a token that is not there yet is PENDING, at the end of its sequence, until `receive` brings it.
 
-    `running` is ordered by age (sequence id). Where blocks run out, the youngest sequence is preempted, of the tenant
-    that is most above what it is entitled to; the oldest always advances. A step's cost follows the running batch,
-    never the queue.
+    A step is planned by parts, each with a contract of its own, in turn: `planner` (what is compressed), `tenants` (who
+    gets what it is entitled to), `preemption` (who makes way), `admission` and `waiting` (who starts), and `batch` with
+    its `offloading` (what moves to the host and back). What they tell each other is in `step`. A step's cost follows
+    the running batch, never the queue.
+
+    step: planned last.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -51,12 +57,10 @@ class Scheduler:
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
         self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and self.blocks.is_uniform
-        self.admission = Admission(config, self.blocks, self.planner)
         self._on_disk = DiskPrefixes()
         self.reset([])
         self._reset_workers = False
         self._decode_steps = 0
-        self._missing_blocks = 0
 
     # Requests
 
@@ -83,11 +87,6 @@ class Scheduler:
         return self.batch.running
 
     @property
-    def missing_blocks(self) -> int:
-        """Blocks that the first waiting sequence lacked in the last step."""
-        return self._missing_blocks
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting or self.batch.loading)
 
@@ -95,25 +94,23 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
-        batch = self.batch
-        plan = batch.begin(reset=self._reset_workers)
-        budget = self.config.max_num_batched_tokens
+        plan = StepPlan(reset=self._reset_workers)
+        step = self.step = Step(plan, self.config.max_num_batched_tokens, self.step.missing_blocks)
+        self.batch.begin(step)
         if self.planner:
-            budget = self.planner.plan(
-                plan, self.running, budget, decode_steps=self._decode_steps, missing_blocks=self._missing_blocks
-            )
+            self.planner.plan(step, self.running, self._decode_steps)
         if not self.waiting.is_uniform:
-            batch.shares = Shares(self.config, self.waiting, self.blocks, [*self.running, *batch.loading])
-            if not (self.planner and self.planner.blocked):
-                budget = self.tenants.admit(batch.shares, budget)
-        budget = self._schedule_running(budget)
-        if self.planner and self.planner.blocked:  # blocks that come free belong to the sequences that wait for them
-            self._unblock(self.planner)
-        elif not batch.has_preempted:
-            self._admit(budget)
-        batch.complete()
-        self._decode_steps += bool(batch.decoding) or any(not seq.is_prefilling for seq in batch.prefilling)
-        self._charge(plan)
+            step.shares = Shares(self.config, self.waiting, self.blocks, [*self.running, *self.batch.loading])
+            if not step.blocked:
+                self.tenants.admit(step, step.shares)
+        self._schedule_running(step)
+        if step.blocked:  # blocks that come free belong to the sequences that wait for them
+            self.preemption.unblock(step)
+        elif not step.has_preempted:
+            self._admit(step)
+        self.batch.complete(step)
+        self._decode_steps += bool(step.decoding) or any(not seq.is_prefilling for seq in step.prefilling)
+        self._charge(step)
         self._record(plan)
         return plan
 
@@ -128,127 +125,74 @@ class Scheduler:
             stats.entries_evicted += sum(map(self.policy.dropped, plan.compressions))
             stats.blocks_released += sum(job.released_blocks for job in plan.compressions)
 
-    def _charge(self, plan: StepPlan) -> None:
+    def _charge(self, step: Step) -> None:
         """Account for the step's tokens, unless that is done, and for blocks: the whole pool held for a step costs as
         much as a token of each sequence of a full batch."""
         block_cost = self.config.max_num_seqs / self.config.num_blocks
-        if self.batch.shares:
-            self.batch.shares.charge(block_cost)
+        if step.shares:
+            step.shares.charge(block_cost)
             self.waiting.advance({seq.tenant: self.waiting.tenant(seq) for seq in self.running}.values())
         elif self.running:
             tenant = self.waiting.tenant(self.running[0])
-            self.waiting.charge(tenant, plan.num_tokens + block_cost * self.blocks.num_owned)
+            self.waiting.charge(tenant, step.plan.num_tokens + block_cost * self.blocks.num_owned)
             self.waiting.advance([tenant])
 
     # Running sequences
 
-    def _schedule_running(self, budget: int) -> int:
+    def _schedule_running(self, step: Step) -> None:
         """Give each running sequence its decode or its next prefill chunk, oldest first."""
-        held = self.planner.held if self.planner else set[int]()
-        order = self.running
-        if self.batch.shares:
-            order, paused = self._order(self.batch.shares)
+        held, order = step.held, self.running
+        if step.shares:
+            order, paused = self._order(step, step.shares)
             held = held | paused
         position = 0
-        while position < len(order) and budget > 0:
+        while position < len(order) and step.tokens > 0:
             seq = order[position]
             if seq.seq_id in held:
                 position += 1
                 continue
-            num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, budget)
+            num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, step.tokens)
             num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
             if num_blocks and num_blocks > self.blocks.num_available:
-                num_tokens = self._make_room(seq, num_tokens, order, position)
+                num_tokens = self.preemption.make_room(step, seq, num_tokens, order, position)
                 if not num_tokens:
                     continue
                 num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
-            self.batch.append(seq, num_tokens, num_blocks)
-            budget -= num_tokens
+            self.batch.append(step, seq, num_tokens, num_blocks)
             position += 1
-        return budget
 
-    def _order(self, shares: Shares) -> tuple[list[Sequence], set[int]]:
+    def _order(self, step: Step, shares: Shares) -> tuple[list[Sequence], set[int]]:
         """The running sequences that are not in the plan yet, in the order in which several tenants are served; and the
         ids of those that compute nothing in this step."""
-        running = self.batch.candidates
+        running = step.candidates(self.running)
         shares.pause([seq for seq in self.running if seq.is_prefilling])
         paused = {seq.seq_id for seq in running if seq.tenant in shares.paused} if shares.paused else set[int]()
         return shares.order(running), paused
 
-    def _unblock(self, planner: CompressionPlanner) -> None:
-        """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
-        it shares no block, and is compressed in place."""
-        plan = self.batch.plan
-        if plan.num_seqs or plan.compressions or plan.choices or not self.running:
-            return
-        while self.batch.cancel_load():
-            pass
-        while not planner.compress_complete(plan, self.running[0]) and len(self.running) > 1:
-            self.batch.preempt(self.running[-1])
-
-    def _make_room(self, seq: Sequence, num_tokens: int, order: list[Sequence], position: int) -> int:
-        """Preempt until `seq` can grow by `num_tokens`. Returns by how many it can: 0 if it was preempted itself.
-
-        The oldest is not preempted for those that were just started, and are in the plan: it grows as far as it can, or
-        they would take turns for ever.
-        order: of the step, with `seq` at `position`. Those before it are in the plan.
-        """
-        while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
-            if self.running == [seq] and self.planner and self.planner.compress_complete(self.batch.plan, seq):
-                continue
-            if self.batch.cancel_load():
-                continue
-            victim = self._victim(order, position)
-            if victim is self.running[0] and len(self.running) > 1 and num_tokens > 1:
-                num_tokens -= 1
-                continue
-            self.batch.preempt(victim)
-            self.admission.close()
-            if order is not self.running:
-                order.remove(victim)
-            if victim is seq:
-                return 0
-        return num_tokens
-
-    def _victim(self, order: list[Sequence], position: int) -> Sequence:
-        """The one to be preempted of those that are not in the plan: never the oldest while there are others."""
-        shares = self.batch.shares
-        if not shares:
-            return self.running[-1]
-        others = [seq for seq in order[position:] if seq is not self.running[0]]
-        return max(others or order[position:], key=shares.rank)
-
     # Waiting sequences
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, step: Step) -> None:
         """Start waiting sequences in order while their whole prefill fits into the pool and leaves the running ones
         the room that they are about to need."""
-        self._missing_blocks = 0
-        if not self.waiting or budget == 0 or len(self.running) == self.config.max_num_seqs:
+        step.missing_blocks = 0
+        if not self.waiting or step.tokens <= 0 or len(self.running) == self.config.max_num_seqs:
             return
         growth = self.admission.growth([*self.running, *self.batch.loading])
-        while budget > 0 and (found := self._next(growth, budget)):
+        while step.tokens > 0 and (found := self._next(step, growth)):
             tenant, hit = found
-            self.admission.is_closed = False
+            self.admission.open()
             seq = self.waiting.take(tenant)
-            budget -= self.batch.start(seq, hit, budget)
+            self.batch.start(step, seq, hit, step.tokens)
             growth += self.admission.growth([seq])
 
-    def _may_begin(self, seq: Sequence, hit: PrefixHit, budget: int) -> bool:
-        """Whether the step has room for a chunk of a sequence; for all of its prompt, where chunks are not wanted and
-        some step has that room."""
-        most = self.config.max_num_batched_tokens
-        prefill = seq.num_uncomputed - hit.num_blocks * self.config.block_size
-        return self.config.enable_chunked_prefill or budget >= min(prefill, most)
-
-    def _next(self, growth: int, budget: int) -> tuple[Tenant, PrefixHit] | None:
+    def _next(self, step: Step, growth: int) -> tuple[Tenant, PrefixHit] | None:
         """The tenant whose first sequence starts next, and the cached blocks that are found for it.
 
         Where that of the first tenant has to wait, the next tenants may start what they are entitled to, unless they
         are far ahead: so a large sequence does not hold up everyone, and comes to its turn all the same.
         """
-        self._missing_blocks = 0
-        shares = self.batch.shares
+        step.missing_blocks = 0
+        shares = step.shares
         waits: Tenant | None = None
         for tenant in self.waiting.first(LOOKAHEAD if shares else 1):
             if shares and tenant.name in shares.paused:
@@ -263,9 +207,9 @@ class Scheduler:
             missing = max(0, needed + spare - self.blocks.num_available)
             has_slots = 1 + seq.forks_pending <= self.batch.free_slots
             if has_slots and not missing:
-                return (tenant, hit) if self._may_begin(seq, hit, budget) else None
+                return (tenant, hit) if self.admission.may_begin(seq, hit, step.tokens) else None
             if not waits:
-                self._missing_blocks = missing if has_slots else 0
+                step.missing_blocks = missing if has_slots else 0
                 waits = tenant
         return None
 
@@ -280,9 +224,8 @@ class Scheduler:
         """Account for what a launched plan does whatever it finds: KV pairs stored, forks made, one more token of each
         sequence that samples. Sequences that have ended meanwhile stay as they are."""
         self._reset_workers = False
-        decoding, self._prefilled = self.batch.take_scheduled()
-        self._sampling = decoding
-        for seq in decoding:
+        self._sampling, self._prefilled = self.step.decoding[:], self.step.prefilling
+        for seq in self._sampling:
             if not seq.has_left:
                 self._advance(seq, 1)
                 seq.token_ids.append(PENDING)
@@ -359,8 +302,13 @@ class Scheduler:
         for seq in sorted(sequences, key=lambda seq: seq.seq_id):
             self.waiting.add(seq)
         self._on_disk.restart()
-        self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission, self._on_disk)
-        self.tenants = TenantAdmission(self.batch, self.admission, self.planner)
+        config, planner = self.config, self.planner
+        offloading = Offloading(config, self.stats, self.blocks, self._on_disk) if config.num_host_blocks else None
+        self.admission = Admission(config, self.blocks, planner, offloading)
+        self.batch = Batch(config, self.stats, self.blocks, self.waiting, self.admission, planner, offloading)
+        self.tenants = TenantAdmission(self.batch, self.admission, planner)
+        self.preemption = Preemption(self.batch, self.admission, planner)
+        self.step = Step(StepPlan(), 0, 0)
         if self.planner:
             self.planner.reset()
         self._reset_workers = True

@@ -142,12 +142,12 @@ def _blocks_behind_prompt(seq: Sequence, num_blocks: int, block_size: int) -> tu
 
 
 def _waiting_for(scheduler: Scheduler) -> str:
-    most, missing = scheduler.config.max_num_seqs, scheduler.missing_blocks
+    most, missing = scheduler.config.max_num_seqs, scheduler.step.missing_blocks
     if len(scheduler.running) >= most:
         return f"a place: {most} sequences run, which is the most"
     if missing:
         return f"blocks: {missing} are missing in the pool"
-    if scheduler.planner and scheduler.planner.blocked:
+    if scheduler.step.blocked:
         return "a compression that itself waits for blocks"
     return "the next step"
 

@@ -8,6 +8,7 @@ from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.queue import LOOKAHEAD, Tenant
 from kvllm.core.sequence import Sequence
 from kvllm.core.shares import Shares
+from kvllm.core.step import Step
 
 
 class TenantAdmission:
@@ -20,8 +21,8 @@ class TenantAdmission:
         self.admission = admission
         self.planner = planner
 
-    def admit(self, shares: Shares, budget: int) -> int:
-        """Start what tenants are entitled to. Returns the tokens of the step that are left.
+    def admit(self, step: Step, shares: Shares) -> None:
+        """Start what tenants are entitled to.
 
         Prompts go before the prefills of tenants that were served more, and leave a token for each decode. A tenant
         that is far ahead starts nothing while one that has nothing running waits: it may need more than is left to it
@@ -35,23 +36,20 @@ class TenantAdmission:
             while tenant.num_waiting:
                 if any(other is not tenant and other.service < tenant.service for other in prefilling):
                     break
-                tokens = self.planner.tokens_left if self.planner else 0
-                has_room = self._make_way(shares, tenant)
-                budget -= tokens - self.planner.tokens_left if self.planner else 0
-                spare = budget - shares.slots_ahead(tenant)
+                has_room = self._make_way(step, shares, tenant)
+                spare = step.tokens - shares.slots_ahead(tenant)
                 if not has_room or spare <= 0:
                     break
                 seq = self.waiting.take(tenant)
-                budget -= self.batch.start(seq, self.admission.match_prefix(seq), spare)
+                self.batch.start(step, seq, self.admission.match_prefix(seq), spare)
             if tenant.num_waiting and not waits and not shares.holding(self.waiting.head(tenant)).slots:
                 waits = tenant
-        return budget
 
-    def _make_way(self, shares: Shares, tenant: Tenant) -> bool:
+    def _make_way(self, step: Step, shares: Shares, tenant: Tenant) -> bool:
         """Compress, then preempt, sequences of tenants above what they are entitled to, until the first sequence of a
         tenant below has slots and blocks. Returns whether it has."""
-        seq, candidates = self.waiting.head(tenant), self.batch.candidates
-        blocks = self._entitled_blocks(shares, seq, candidates)
+        seq, candidates = self.waiting.head(tenant), step.candidates(self.batch.running)
+        blocks = self._entitled_blocks(step, shares, seq, candidates)
         if blocks is None:
             return False
         slots = 1 + seq.forks_pending - self.batch.free_slots
@@ -60,45 +58,45 @@ class TenantAdmission:
         if self.planner and blocks > self.blocks.num_available:
             debtors = shares.debtors(tenant, candidates)
             spare = self.admission.spare_blocks(seq, self.admission.growth(candidates))  # or growth would preempt
-            goes_on = self._compress_debtors(self.planner, shares, debtors, blocks + spare)
+            goes_on = self._compress_debtors(self.planner, step, shares, debtors, blocks + spare)
             if goes_on and blocks > self.blocks.num_available:
                 return False
         victims = shares.victims(tenant, candidates, slots=slots, blocks=blocks - self.blocks.num_available)
         if victims is None:
             return False
         for victim in victims:
-            self.batch.preempt(victim)
+            self.batch.preempt(step, victim)
         # What made way may have been a part of the cached prefix.
-        blocks = self._entitled_blocks(shares, seq, [each for each in candidates if each not in victims])
+        blocks = self._entitled_blocks(step, shares, seq, [each for each in candidates if each not in victims])
         return blocks is not None and blocks <= self.blocks.num_available
 
-    def _entitled_blocks(self, shares: Shares, seq: Sequence, candidates: list[Sequence]) -> int | None:
+    def _entitled_blocks(self, step: Step, shares: Shares, seq: Sequence, candidates: list[Sequence]) -> int | None:
         """Blocks that must be available for a waiting sequence, or None if its tenant is not entitled to it."""
         needed = self.admission.needed_blocks(seq, self.admission.match_prefix(seq))
         if not shares.is_entitled(seq, needed):
             return None
-        held = self.planner.held if self.planner else ()
-        if candidates and candidates[0].seq_id not in held:  # the oldest goes on growing, or it would lose everything
+        if (
+            candidates and candidates[0].seq_id not in step.held
+        ):  # the oldest grows, or it would lose all
             num_tokens = self.admission.chunk(candidates[0], len(self.batch.running))
             needed += self.blocks.blocks_to_append(candidates[0], num_tokens)
         return needed + seq.forks_pending
 
     def _compress_debtors(
-        self, planner: CompressionPlanner, shares: Shares, debtors: list[Sequence], blocks: int
+        self, planner: CompressionPlanner, step: Step, shares: Shares, debtors: list[Sequence], blocks: int
     ) -> bool:
         """Compress sequences until so many blocks are available. Returns whether that goes on in the next step, because
         there are no tokens left for more."""
-        plan = self.batch.plan
-        compressed = {job.seq_id for job in plan.compressions}
+        compressed = {job.seq_id for job in step.plan.compressions}
         for seq in debtors:
             if blocks <= self.blocks.num_available:
                 return False
             if seq.seq_id in compressed or not planner.can_compress(seq):
                 continue
-            if compressed and not planner.tokens_left:
+            if compressed and not step.compression_tokens:
                 return True
             before = seq.num_blocks
-            planner.compress_complete(plan, seq)
+            planner.compress_complete(step, seq)
             shares.holding(seq).blocks -= before - seq.num_blocks
             compressed.add(seq.seq_id)
         return False

@@ -177,7 +177,7 @@ def test_sequences_that_are_swapped_have_the_tokens_of_an_engine_that_waits(chec
         plan_ahead = engine._plan_ahead
 
         def noting(engine: LLMEngine = engine, ahead: list = ahead, inner: Any = plan_ahead) -> Any:
-            loads = bool(engine.scheduler.batch.plan.loads)
+            loads = bool(engine.scheduler.step.plan.loads)
             planned = inner()
             ahead.append((planned is not None, loads))
             return planned

@@ -376,7 +376,7 @@ def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, t
     content = json.loads((tmp_path / "worker_faults.json").read_text())
     assert content["requests_with_the_same_tokens"] == 3 and len(content["faults"]) == 2
     for fault in content["faults"]:
-        assert 0 < fault["noticed_seconds"] < fault["restarted_seconds"] < fault["resumed_seconds"] < 60
+        assert 0 < fault["noticed_seconds"] < fault["restarted_seconds"] < fault["resumed_seconds"]
     assert "3 of 4 requests have the tokens" in capsys.readouterr().out
 
 

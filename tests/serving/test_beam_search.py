@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from typing import Any
 
 import openai
@@ -11,6 +9,7 @@ import pytest
 
 from kvllm import LLM, BeamSearchParams
 from tests.helpers.server import ServerProcess
+from tests.helpers.waiting import wait_until
 from tests.serving.conftest import PROMPT
 
 PROMPTS = [PROMPT, "words: a1,b2\n"]
@@ -87,8 +86,6 @@ def test_a_client_that_goes_away_ends_its_search(server: ServerProcess, client: 
 
 
 def _wait_until_idle(server: ServerProcess) -> None:
-    end = time.monotonic() + 30
-    while server.json("/load")[1]["server_load"] or server.metric("vllm:num_requests_running"):
-        assert time.monotonic() < end, json.dumps(server.json("/load")[1])
-        time.sleep(0.05)
+    load = lambda: (server.json("/load")[1]["server_load"], server.metric("vllm:num_requests_running"))  # noqa: E731
+    wait_until(lambda: load() == (0, 0), "an idle server", state=load)
     assert server.metric("vllm:kv_cache_usage_perc") == 0

@@ -15,9 +15,9 @@ import random
 import re
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +28,7 @@ from msgspec import structs
 from kvllm.client.scrape import parse
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.helpers.server import ServerProcess
+from tests.helpers.waiting import wait_until
 
 # Bytes to a server and back
 
@@ -193,7 +194,6 @@ NEIGHBOUR = {
     "compression": {"compress": False},
 }
 LONG = {"prompt": "A", "max_tokens": 400, "n": 2, "logprobs": 10, "stream": True, "ignore_eos": True}
-REST_SECONDS = 60.0
 
 One = Callable[[int, Counter[str]], Awaitable[None]]
 """Sends the request of a number, and counts its status."""
@@ -287,16 +287,14 @@ class Faults:
         await asyncio.to_thread(self.wait_for_rest)
 
     def wait_for_rest(self) -> None:
-        """Until no sequence runs and no block is in use. Raises TimeoutError."""
-        headers, end = {"Authorization": f"Bearer {CROWD_KEY}"}, time.monotonic() + REST_SECONDS
-        while True:
-            values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
-            left = values["vllm:num_requests_running"], values["kvllm:blocks_in_use"]
-            if left == (0, 0):
-                return
-            if time.monotonic() > end:
-                raise TimeoutError(f"sequences and blocks in use that are left: {left}")
-            time.sleep(0.05)
+        """Until no sequence runs and no block is in use."""
+        wait_until(lambda: self._in_use() == (0, 0), "an engine at rest", state=self._in_use)
+
+    def _in_use(self) -> tuple[float, float]:
+        """Sequences and blocks in use."""
+        headers = {"Authorization": f"Bearer {CROWD_KEY}"}
+        values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
+        return values["vllm:num_requests_running"], values["kvllm:blocks_in_use"]
 
     @property
     def files(self) -> int:
@@ -326,9 +324,7 @@ def test_no_fault_of_a_client_harms_the_server_or_its_neighbour(faults: Faults) 
         await faults.run(200, faults.dropped, at_once=100)
         for _ in range(3):
             await faults.clients_gone()
-        end = time.monotonic() + REST_SECONDS
-        while faults.files > files + 4 and time.monotonic() < end:
-            await asyncio.sleep(0.2)
-        assert faults.files <= files + 4
+        few_files = partial(wait_until, lambda: faults.files <= files + 4, "the end of connections")
+        await asyncio.to_thread(few_files)
 
     asyncio.run(all_parts())
