@@ -231,6 +231,7 @@ def test_an_interrupt_ends_what_runs(one: LLM, two: LLM, monkeypatch: pytest.Mon
     assert two.stats().output_tokens - before == 8 * 20  # the engines have ended the others, too
 
 
+@pytest.mark.long
 def test_an_interrupt_loses_no_request(one: LLM, two: LLM) -> None:
     """Requests that the replicas have begun are dropped there, and handed out again."""
     params = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)

@@ -197,7 +197,7 @@ def compression_of(method: str) -> CompressionConfig:
     return CompressionConfig(**fitting(method, policy, threshold_tokens=44, budget_tokens=25, **options))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_keeps_on_all_ranks_what_it_keeps_on_one(checkpoints, shards, method: str, ranks: int) -> None:
     """On four ranks, two hold each KV head, with half of its query heads each."""
@@ -286,8 +286,15 @@ def test_pairs_come_back_on_two_ranks_as_on_one(checkpoints, shards, policy: str
 # Ray
 
 
-@pytest.mark.parametrize("compression", [None, KARA], ids=["full cache", "kara"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "compression"),
+    [
+        ("llama", None),
+        ("qwen3", KARA),
+        pytest.param("llama", KARA, marks=pytest.mark.long),
+        pytest.param("qwen3", None, marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_give_the_tokens_of_one(ray_llm, checkpoints, family: str, compression) -> None:
     prompts = random_prompts(256)
     expected = tokens(make_llm(checkpoints[family], compression=compression), prompts)
@@ -296,6 +303,7 @@ def test_two_ranks_give_the_tokens_of_one(ray_llm, checkpoints, family: str, com
     assert (llm.stats().windows_compressed > 0) == (compression is not None)
 
 
+@pytest.mark.long
 def test_four_ranks_with_two_kv_heads(ray_llm, checkpoints) -> None:
     prompts = random_prompts(256, lengths=(1, 17, 63))
     expected = tokens(make_llm(checkpoints["qwen3"], compression=KARA), prompts)

@@ -211,8 +211,14 @@ def test_plans_are_those_of_the_engine(
 
 
 @pytest.mark.usefixtures("_loads_end")
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("swap", ["always", "never"])
+@pytest.mark.parametrize(
+    ("period", "swap"),
+    [
+        (1, "always"),
+        (3, "never"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((3, "always"), (1, "never"))),
+    ],
+)
 @pytest.mark.parametrize("policy", RECALLING)
 def test_what_recall_scores_is_what_the_engine_scores(
     checkpoint: Path, cost: CostModel, monkeypatch: pytest.MonkeyPatch, policy: str, swap: str, period: int
