@@ -127,6 +127,7 @@ def ray_cluster() -> Iterator[None]:
             patch.setattr(module, "SILENCE_SECONDS", 60.0)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")  # else ranks starve beside the other tests
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20},

@@ -48,7 +48,7 @@ def release_ray() -> None:
 def _running_ray() -> str | None:
     """The address of a Ray to join. With address="auto", Ray itself would wait a minute for one that has died."""
     if address := os.environ.get("RAY_ADDRESS"):
-        return address
+        return None if address == "local" else address
     try:
         address = CLUSTER_FILE.read_text().strip()
         host, port = address.rsplit(":", 1)
@@ -62,6 +62,8 @@ def _start_ray(num_ranks: int) -> None:
     # A local Ray serves this process alone: it needs no reports, and no token file in the home directory.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray lowers its workers' priority to 15: beside one other process a rank would get a thirtieth of a core.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
         num_cpus=max(num_ranks, os.cpu_count() or 1),

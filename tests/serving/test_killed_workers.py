@@ -57,11 +57,12 @@ def workers(server: ServerProcess, kind: str) -> list[psutil.Process]:
 def test_streams_go_on_when_a_worker_is_killed(option: str, kind: str) -> None:
     """With the tokens that they would have had. Afterwards there are as many workers again."""
     pool = ["--block-size", "16", "--kv-cache-memory-bytes", "64M"]
-    own_ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # not that of other tests
+    own_ray = {"RAY_ADDRESS": "local"}  # not that of other tests
     server = ServerProcess(option, "2", *pool, environment=own_ray)
     try:
         expected = stream(server)
         assert expected[1] == TOKENS
+        assert {worker.nice() for worker in workers(server, kind)} == {psutil.Process().nice()}  # Ray would lower it
         before = server.metric("vllm:generation_tokens_total")
         with ThreadPoolExecutor(STREAMS) as threads:
             streams = [threads.submit(stream, server) for _ in range(STREAMS)]
