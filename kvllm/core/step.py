@@ -13,8 +13,7 @@ from kvllm.core.shares import Shares
 class Step:
     """What the plan of a step has so far, and what is left to plan with.
 
-    The scheduler makes one for each step and hands it to its parts, which keep nothing of it: to the compression
-    planner, the batch, the admission of tenants and preemption, in this order.
+    The scheduler makes one for each step and hands it to its parts, which keep nothing of it.
 
     plan: what the workers get.
     decoding, prefilling: the sequences of the plan's decodes and of its chunks, in its order.

@@ -62,7 +62,7 @@ def _start_ray(num_ranks: int) -> None:
     # A local Ray serves this process alone: it needs no reports, and no token file in the home directory.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # Ray lowers its workers' priority to 15: beside one other process a rank would get a thirtieth of a core.
+    # Ray gives its workers a niceness of 15, with which a rank starves beside any other process.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",

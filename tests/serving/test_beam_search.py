@@ -86,6 +86,8 @@ def test_a_client_that_goes_away_ends_its_search(server: ServerProcess, client: 
 
 
 def _wait_until_idle(server: ServerProcess) -> None:
-    load = lambda: (server.json("/load")[1]["server_load"], server.metric("vllm:num_requests_running"))  # noqa: E731
+    def load() -> tuple[float, float]:
+        return server.json("/load")[1]["server_load"], server.metric("vllm:num_requests_running")
+
     wait_until(lambda: load() == (0, 0), "an idle server", state=load)
     assert server.metric("vllm:kv_cache_usage_perc") == 0

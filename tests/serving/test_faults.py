@@ -17,7 +17,6 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -324,7 +323,6 @@ def test_no_fault_of_a_client_harms_the_server_or_its_neighbour(faults: Faults) 
         await faults.run(200, faults.dropped, at_once=100)
         for _ in range(3):
             await faults.clients_gone()
-        few_files = partial(wait_until, lambda: faults.files <= files + 4, "the end of connections")
-        await asyncio.to_thread(few_files)
+        await asyncio.to_thread(wait_until, lambda: faults.files <= files + 4, "the end of connections")
 
     asyncio.run(all_parts())
