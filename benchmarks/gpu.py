@@ -106,13 +106,14 @@ def attention(args: argparse.Namespace, model: ModelConfig, rate: float) -> list
     for name in BACKENDS:
         if name == "reference" or (name == "cpu") != (DEVICE.type == "cpu"):
             continue
-        try:
-            for batch, context in product(args.batches, args.contexts):
+        for batch, context in product(args.batches, args.contexts):
+            try:
                 rows.append(time_attention(args, model, rate, name, batch, context))
-        except ConfigError as error:
-            print(f"{name} is left out: {error}", flush=True)
-        except torch.OutOfMemoryError:
-            print(f"{name}, {batch} x {context}: too little memory", flush=True)
+            except ConfigError as error:
+                print(f"{name} is left out: {error}", flush=True)
+                break
+            except torch.OutOfMemoryError:
+                print(f"{name}, {batch} x {context}: too little memory", flush=True)
     return rows
 
 
