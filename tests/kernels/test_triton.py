@@ -208,9 +208,8 @@ def each_layer_has_its_own_holes() -> None:
 
 def run_observed(case: attention_cases.Case, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Run the only layer, which adds to `mass` `[1, table rows, kv_heads, entries]`."""
-    return replace(case, batch=replace(case.batch, table_slots=torch.tensor(rows, dtype=torch.int32), mass=mass)).run(
-        "triton"
-    )
+    table_slots = torch.tensor(rows, dtype=torch.int32, device=mass.device)
+    return replace(case, batch=replace(case.batch, table_slots=table_slots, mass=mass)).run("triton")
 
 
 def dense_mass(case: attention_cases.Case, sequence: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tests.helpers.caches import random_kept
 from tests.helpers.devices import poisoned
 
 NUM_BLOCKS = 13
-OPERATIONS = ("cpu", "torch on cuda", "triton on cuda", "compiled on cuda")
+OPERATIONS = ("cpu", "triton on cuda", "compiled on cuda")
 EACH = pytest.mark.parametrize(
     "name", [name if name == "cpu" else pytest.param(name, marks=pytest.mark.gpu) for name in OPERATIONS]
 )
@@ -47,8 +47,6 @@ Run = Callable[[KVOperations, torch.device], None]
 def operations(name: str, cache: PagedKVCache) -> KVOperations:
     if name == "cpu":
         return CpuOperations(cache)
-    if name == "torch on cuda":
-        return TorchOperations(cache)
     if not find_spec("triton") or (name == "compiled on cuda" and not has_cuda_operators()):
         pytest.skip(f"{name}: not installed")
     from kvllm.kvcache.ops.gpu import GpuOperations
