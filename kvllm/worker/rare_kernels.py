@@ -15,8 +15,8 @@ from kvllm.worker.sampler import SampleRows, sample
 
 FILTERS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 2}, {"top_k": 2, "top_p": 0.9})
 """Each has kernels of its own; that of min-p is in all of them."""
-CHANGES: tuple[dict[str, Any], ...] = ({}, {"logit_bias": {0: 1.0}})
-"""Logits are of the model's dtype, or of float32 once they are changed."""
+CHANGES: tuple[dict[str, Any], ...] = ({}, {"allowed_token_ids": [0]})
+"""Logits are of the model's dtype, or of float32 once they are changed, as by a mask."""
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens give those of the functions for CPUs, token by token, in Triton's interpreter."""
+"""The kernels that mask and choose tokens give what the functions for CPUs do, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -113,6 +113,27 @@ def check_most_likely() -> None:
     assert found_tokens(logits, list(range(7)), params, [0.5] * 7)[2:] == [1024, -1, -1, -1, 2999]
 
 
-@pytest.mark.parametrize("check", [check_draws, check_many_draws, check_most_likely], ids=lambda check: check.__name__)
+def check_masks() -> None:
+    """Rows anywhere among others, of vocabularies whose last word, and whose last tile, is not full."""
+    from kvllm.kernels import token_masks
+
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (1, 31, 32, 33, 200, 641):
+        logits, words = torch.zeros(5, 2 * vocab)[:, :vocab], -(-vocab // 32)
+        allowed = torch.rand(3, vocab, generator=generator) < 0.5
+        packed = np.zeros((3, 32 * words), dtype=bool)
+        packed[:, :vocab] = allowed
+        bits = torch.from_numpy(np.packbits(packed, axis=1, bitorder="little").view(np.int32))
+        expected = logits.clone()
+        expected[[4, 0, 2]] = expected[[4, 0, 2]].masked_fill(~allowed, -math.inf)
+        with patch.object(token_masks, "_TILE", 64):
+            token_masks.forbid_others(logits, torch.tensor([4, 0, 2]), bits)
+        assert torch.equal(logits, expected) and not logits._base[:, vocab:].any()
+
+
+CHECKS = [check_draws, check_many_draws, check_most_likely, check_masks]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_in_the_interpreter(check: Any) -> None:
     run_python(f"{check.__name__}(); print('null')", __name__, TRITON_INTERPRET="1")
