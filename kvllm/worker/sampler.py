@@ -88,10 +88,10 @@ def _choose_part(logits: Tensor, rows: list[SampleRow], part: list[int], errors:
 
 
 class Report(NamedTuple):
-    """The log probabilities of some rows that asked for equally many: values, float64 `[rows, 2 + 2 * count]`."""
+    """The log probabilities of some rows that asked for equally many: values, float64 `[rows, 2 + 2 * num_top]`."""
 
     rows: list[int]
-    count: int
+    num_top: int
     values: Tensor
 
 
@@ -131,7 +131,7 @@ class Samples:
     """
 
     def __init__(self, chosen: Tensor, reports: list[Report], errors: dict[int, str], vocab_size: int) -> None:
-        self._reports = [(each.rows, each.count) for each in reports]
+        self._reports = [(each.rows, each.num_top) for each in reports]
         self._errors = errors
         self._vocab_size = vocab_size
         self.chosen = chosen
