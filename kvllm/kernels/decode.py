@@ -41,12 +41,14 @@ class Partials:
 
     weighted: float32 `[S, query_heads, segments, head_dim]`; maximum, total: float32 `[S, query_heads, segments]`.
     first_segments: int32 `[S + 1]`, segments of all sequences before one, those of single query tokens.
+    sequences: int32 `[S * segments]`, the sequence of each of these segments.
     """
 
     weighted: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
     first_segments: torch.Tensor
+    sequences: torch.Tensor
 
     @staticmethod
     def of(
@@ -60,8 +62,10 @@ class Partials:
             for shape in ((*size, head_dim), size, size)
         )
         first_segments = torch.empty_like(query_start_loc)
+        sequences = first_segments.new_empty(size[0] * size[2])
         _count_segments[(1,)](
             first_segments,
+            sequences,
             query_start_loc,
             last_kv_index,
             num_sequences,
@@ -70,7 +74,7 @@ class Partials:
             TILE=256,
             num_warps=4,
         )
-        return Partials(weighted, maximum, total, first_segments)
+        return Partials(weighted, maximum, total, first_segments, sequences)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def _segment_size(length, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_sequences"])
 def _count_segments(
     first_segments,
+    sequences,
     query_start_loc,
     last_kv_index,
     num_sequences,
@@ -138,22 +143,12 @@ def _count_segments(
         single = exists & (end_token - token == 1)  # the prefill kernel attends others
         length = tl.load(last_kv_index + token, mask=single, other=0) + 1
         count = tl.where(single, tl.cdiv(length, _segment_size(length, SEGMENT, MAX_SEGMENTS)), 0)
-        tl.store(first_segments + sequence, passed + tl.cumsum(count, 0) - count, mask=exists)
+        first = passed + tl.cumsum(count, 0) - count
+        tl.store(first_segments + sequence, first, mask=exists)
+        for segment in range(tl.max(count, 0)):
+            tl.store(sequences + first + segment, sequence, mask=segment < count)
         passed += tl.sum(count, 0)
     tl.store(first_segments + num_sequences, passed)
-
-
-@triton.jit
-def _sequence_of_segment(first_segments, segment, num_sequences):
-    """The sequence that has a segment, counted among those of all."""
-    low, high = 0, num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(first_segments + middle) <= segment:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit(
@@ -174,6 +169,7 @@ def _attend_segments(
     partial_maximum,
     partial_total,
     first_segments,
+    sequences,
     observed_scores,
     window_start,
     query_stride,
@@ -205,7 +201,7 @@ def _attend_segments(
     first = (program * all_segments // tl.num_programs(0)).to(tl.int32)
     end = ((program + 1) * all_segments // tl.num_programs(0)).to(tl.int32)
     for of_all in range(first, end):
-        sequence = _sequence_of_segment(first_segments, of_all, num_sequences)
+        sequence = tl.load(sequences + of_all)
         segment = of_all - tl.load(first_segments + sequence)
         token = tl.load(query_start_loc + sequence)
         length, evicted_begin, num_evicted = _decode_length(
@@ -386,6 +382,7 @@ def paged_decode(
         partials.maximum,
         partials.total,
         partials.first_segments,
+        partials.sequences,
         scores,
         kept.window_start if kept else last_kv_index,
         queries.stride(0),

@@ -126,6 +126,7 @@ def long_sequences_have_larger_segments() -> None:
         assert_matches_dense(attention_cases.make_ragged_case(head_dim=16))
         partials = decode.Partials.of(case.batch.query_start_loc, case.batch.last_kv_index, 4, 2048, 16)
     assert partials.first_segments.tolist() == [0, 2, 3, 3, 5, 7]
+    assert partials.sequences[:7].tolist() == [0, 0, 1, 3, 3, 4, 4]
     assert partials.total.shape == (5, 4, 2)
 
 
