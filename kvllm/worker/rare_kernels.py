@@ -1,4 +1,4 @@
-"""Kernels that only some requests need, launched before the first one: compiling them stops everything for seconds."""
+"""Kernels that only some steps need, launched before the first one: compiling them stops everything for seconds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ CHANGES: tuple[dict[str, Any], ...] = ({}, {"allowed_token_ids": [0]})
 
 @torch.inference_mode()
 def launch_rare_kernels(runner: ModelRunner) -> None:
-    """Launch each variant of the kernels that sample, and the one that copies blocks, which writes block 0 over itself.
+    """Launch each variant of the kernels that sample, the one that copies blocks, which writes block 0 over itself, and
+    those that experts have for few rows, which only graphs would launch otherwise.
 
     All ranks do it together.
     """
     first = torch.zeros(1, dtype=torch.int64, device=runner.device)
     runner.operations.copy_blocks(first, first)
     hidden = runner.model.embedding.forward(first)
+    for layer in runner.model.layers:
+        layer.mlp.forward(hidden)
     logits = runner.model.logits(hidden, rounded=reads_in_place(hidden))
     if runner.samples:
         for filters, changes in product(FILTERS, CHANGES):

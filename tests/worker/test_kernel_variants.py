@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 
 ENGINES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
+    "eager, experts": {"enforce_eager": True, "max_num_batched_tokens": 300},
     "graphs, a pool of what is free": {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.02},
 }
 FILTERS: list[dict[str, Any]] = [{"min_p": 0.1}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}]
@@ -63,11 +64,17 @@ def found_while_serving(path: Path, **options: Any) -> tuple[list[str], list[str
 
 def run_engine(name: str) -> None:
     with TemporaryDirectory() as directory:
-        make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        if "experts" in name:
+            make_checkpoint(Path(directory), "mixtral", num_hidden_layers=1)
+        else:
+            make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
         print(json.dumps(found_while_serving(Path(directory), **ENGINES[name])))
 
 
-@pytest.mark.parametrize("name", ["eager", pytest.param("graphs, a pool of what is free", marks=pytest.mark.long)])
+NAMES = [name if name == "eager" else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_compiled_while_an_engine_serves(name: str) -> None:
     at_start, later = run_python(f"run_engine({name!r})", __name__, TRITON_INTERPRET="1")
     assert later == []
