@@ -189,7 +189,7 @@ def measured_graphs(path: Path) -> list[Any]:
             return (1 << 30) - (25 * MIB * bool(device.graphs) + 5 * MIB * len(device.graphs)), 1 << 30
 
         with patch.object(torch.cuda, "mem_get_info", mem_get_info):
-            estimate = measure_graphs(runner, 12)
+            estimate = measure_graphs(runner, 12, torch.cuda.Stream())
         return [estimate // MIB, len(device.graphs), runner.forward_pass.graphs is None]
 
 
