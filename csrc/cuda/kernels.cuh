@@ -22,12 +22,12 @@ __host__ __device__ inline int64_t plane_vectors(const Layout& layout) { return 
 // Vectors that a thread reads before it writes the first of them, so that many reads are on their way at once.
 constexpr int kInFlight = 4;
 
-// A grid of (parts of a block, copies, planes). Both caches may be the same.
-__global__ void copy_blocks_kernel(const uint4* source_cache, uint4* target_cache, Layout source_layout,
-                                   Layout target_layout, const int64_t* sources, const int64_t* destinations) {
-  const int64_t size = block_vectors(source_layout);
-  const uint4* from = source_cache + blockIdx.z * plane_vectors(source_layout) + sources[blockIdx.y] * size;
-  uint4* to = target_cache + blockIdx.z * plane_vectors(target_layout) + destinations[blockIdx.y] * size;
+// A grid of (parts of a block, copies, planes).
+__global__ void copy_blocks_kernel(uint4* cache, Layout layout, const int64_t* sources, const int64_t* destinations) {
+  const int64_t size = block_vectors(layout);
+  uint4* plane = cache + blockIdx.z * plane_vectors(layout);
+  const uint4* from = plane + sources[blockIdx.y] * size;
+  uint4* to = plane + destinations[blockIdx.y] * size;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x * kInFlight + threadIdx.x;
   uint4 vectors[kInFlight];
 #pragma unroll

@@ -75,43 +75,20 @@ struct Launch {
   }
 };
 
-void copy(const Tensor& source, const Tensor& target, const Tensor& on_device, const Tensor& sources,
-          const Tensor& destinations) {
-  const Layout from = layout_of(source, "source"), to = layout_of(target, "target");
-  for (int64_t dim : {0, 1, 3, 4, 5}) check_size(target, "target", dim, source.size(dim));
-  STD_TORCH_CHECK(source.scalar_type() == target.scalar_type(), "source and target have different dtypes");
-  const int64_t* source_ids = ids(sources, "sources", 1, on_device);
-  const int64_t* target_ids = ids(destinations, "destinations", 1, on_device);
-  const int64_t copies = sources.size(0), planes = source.size(0) * source.size(1);
+void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations) {
+  const Layout layout = layout_of(cache, "cache");
+  const int64_t* source_ids = ids(sources, "sources", 1, cache);
+  const int64_t* target_ids = ids(destinations, "destinations", 1, cache);
+  const int64_t copies = sources.size(0), planes = cache.size(0) * cache.size(1);
   check_size(destinations, "destinations", 0, copies);
   STD_TORCH_CHECK(copies < 65536 && planes < 65536, copies, " blocks of ", planes,
                   " planes are too many for one launch");
   if (copies == 0) return;
-  const int64_t part = kThreads * kInFlight, parts = (block_vectors(from) + part - 1) / part;
-  const Launch launch(on_device);
+  const int64_t part = kThreads * kInFlight, parts = (block_vectors(layout) + part - 1) / part;
+  const Launch launch(cache);
   const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(copies), static_cast<unsigned>(planes));
-  copy_blocks_kernel<<<grid, kThreads, 0, launch.stream>>>(vectors_of(source, "source"), vectors_of(target, "target"),
-                                                           from, to, source_ids, target_ids);
+  copy_blocks_kernel<<<grid, kThreads, 0, launch.stream>>>(vectors_of(cache, "cache"), layout, source_ids, target_ids);
   check(cudaGetLastError());
-}
-
-void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations) {
-  copy(cache, cache, cache, sources, destinations);
-}
-
-void check_reachable(const Tensor& tensor, const char* name) {
-  cudaPointerAttributes attributes;
-  check(cudaPointerGetAttributes(&attributes, tensor.data_ptr()));
-  STD_TORCH_CHECK(attributes.type != cudaMemoryTypeUnregistered, name,
-                  " is neither on a CUDA device nor in pinned memory");
-}
-
-void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& sources, const Tensor& destinations) {
-  const Tensor& on_device = source.is_cuda() ? source : target;
-  const Launch launch(on_device);
-  check_reachable(source, "source");
-  check_reachable(target, "target");
-  copy(source, target, on_device, sources, destinations);
 }
 
 void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, const Tensor& destinations) {
@@ -171,7 +148,6 @@ void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, 
 
 // `copy_blocks` and `compact` are defined with the CPU operators.
 STABLE_TORCH_LIBRARY_FRAGMENT(kvllm, m) {
-  m.def("swap_blocks(Tensor source, Tensor(a!) target, Tensor sources, Tensor destinations) -> ()");
   m.def(
       "compact_mass(Tensor(a!) mass, Tensor kept, Tensor counts, Tensor table_slots, Tensor starts, Tensor ends, "
       "Tensor lengths) -> ()");
@@ -179,7 +155,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvllm, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(kvllm, CUDA, m) {
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
-  m.impl("swap_blocks", TORCH_BOX(&kvllm::swap_blocks));
   m.impl("compact", TORCH_BOX(&kvllm::compact));
   m.impl("compact_mass", TORCH_BOX(&kvllm::compact_mass));
 }

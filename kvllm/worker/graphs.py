@@ -129,10 +129,10 @@ class StepGraphs:
         return self._last.take(last)
 
 
-def cuda_capture() -> Capture:
-    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
+def cuda_capture(stream: torch.cuda.Stream | None = None) -> Capture:
+    """Captures CUDA graphs that share their memory: only one of them runs at a time. stream: to capture on."""
     pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream()
+    stream = stream or torch.cuda.Stream()
 
     def capture(step: Step) -> Step:
         step()  # compiles the kernels that were never used: a capture must not do that

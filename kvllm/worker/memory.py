@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.protocol import CompressionJob, Decodes, PartJob, PrefillChunk, SequenceStart, StepPlan
+from kvllm.core.protocol import (
+    BlockTransfer,
+    CompressionJob,
+    Decodes,
+    Load,
+    PartJob,
+    PrefillChunk,
+    SequenceStart,
+    StepPlan,
+)
 from kvllm.core.regions import Region
 from kvllm.core.tables import TableStart
 from kvllm.errors import ConfigError
@@ -25,25 +35,30 @@ SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
 """The kind that takes most memory: logits are copied before they are changed."""
 
 
-def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float, with_graphs: bool) -> int:
+def fitting_blocks(
+    probe: ModelRunner, config: EngineConfig, utilization: float, graph_stream: torch.cuda.Stream | None
+) -> int:
     """Blocks that fit beside the model and all that a step needs.
 
     Args:
         probe: a runner on the GPU whose cache has one block; what else it holds, the real one will hold too.
         utilization: share of the GPU's memory that may be in use, whoever uses it.
+        graph_stream: that graphs will be captured on. None: there are none.
 
     Raises:
         ConfigError: not a single block fits, or not even a step.
     """
-    step_bytes = _peak(lambda: run_heaviest_steps(probe, config))
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(probe.device)
-    in_use, block_bytes = total - free, probe.cache.shape.bytes_per_block
-    left, graph_bytes = int(total * utilization) - in_use - step_bytes, 0
-    if with_graphs and left > block_bytes:
+    take_workspaces(probe.device, graph_stream)
+    # Both at once: transfers have streams of their own, and those of a disk a thread.
+    step_bytes = _peak(lambda: run_heaviest_steps(probe, config)) + _peak(lambda: run_largest_transfers(probe))
+    block_bytes, graph_bytes = probe.cache.shape.bytes_per_block, 0
+    in_use, total = _bytes_in_use(probe)
+    left = int(total * utilization) - in_use - step_bytes
+    if graph_stream and left > block_bytes:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
-            graph_bytes = measure_graphs(probe, left // block_bytes)
-    blocks = (left - graph_bytes) // block_bytes
+            graph_bytes = measure_graphs(probe, left // block_bytes, graph_stream)
+    kept = _bytes_in_use(probe)[0] - in_use  # by libraries and the driver, of graphs that are gone
+    blocks = (left - graph_bytes - max(kept, 0)) // block_bytes
     if blocks < 1:
         raise ConfigError(
             f"gpu_memory_utilization={utilization} leaves no memory for the KV pool: of {total / GIB:.1f} GiB, "
@@ -67,30 +82,49 @@ def enough_memory(what: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
+def take_workspaces(device: torch.device, graph_stream: torch.cuda.Stream | None) -> None:
+    """Let cuBLAS take all memory that it will, which is not a step's, and not a graph's.
+
+    It has a workspace for each thread and stream, taken with the first product there, and kept. The thread that builds
+    an engine is not always the one that steps it; one that ends leaves its own to the next.
+    """
+
+    def multiply(stream: torch.cuda.Stream | None = None) -> None:
+        with torch.cuda.stream(stream):
+            matrix = torch.zeros(1, 1, device=device)
+            torch.mm(matrix, matrix)
+
+    multiply()
+    multiply(graph_stream)
+    with ThreadPoolExecutor(1) as another:
+        another.submit(multiply).result()
+
+
 @torch.inference_mode()
-def measure_graphs(probe: ModelRunner, num_blocks: int) -> int:
+def measure_graphs(probe: ModelRunner, num_blocks: int, stream: torch.cuda.Stream) -> int:
     """Bytes of the GPU that the graphs of all sizes take, of which two are captured here and given up again.
 
     The largest one comes first and brings what the others share; each of these takes what the second one does. That is
     seen from outside: torch knows its kernels' memory, but not what the driver keeps of a graph.
     """
-    before = _free_bytes(probe)
+    before = _bytes_in_use(probe)[0]
     forward_pass = probe.forward_pass
-    forward_pass.use_graphs(cuda_capture(), num_blocks, largest_alone=True)
+    forward_pass.use_graphs(cuda_capture(stream), num_blocks, largest_alone=True)
     if forward_pass.graphs is None:
         return 0
-    between, others = _free_bytes(probe), forward_pass.graphs.sizes.all()[1:]
+    between, others = _bytes_in_use(probe)[0], forward_pass.graphs.sizes.all()[1:]
     forward_pass.graphs.capture(others[:1])
-    first, second = before - between, between - _free_bytes(probe)
+    first, second = between - before, _bytes_in_use(probe)[0] - between
     forward_pass.graphs = None
-    torch.cuda.empty_cache()
     return max(first, 0) + len(others) * max(second, DRIVER_PIECE)
 
 
-def _free_bytes(probe: ModelRunner) -> int:
+def _bytes_in_use(probe: ModelRunner) -> tuple[int, int]:
+    """Of the GPU, by whoever uses it, and all that it has."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(probe.device)[0]
+    free, total = torch.cuda.mem_get_info(probe.device)
+    return total - free, total
 
 
 def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
@@ -103,6 +137,17 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
         for plan in (*_prefill(config), *_events(config), StepPlan(reset=True)):  # zeros teach nothing
+            runner.execute(plan)
+
+
+def run_largest_transfers(runner: ModelRunner) -> None:
+    """Let as many blocks as go to the host at once go there, if any do, and come back."""
+    if runner.store is None:
+        return
+    most = runner.store.outgoing.most
+    transfer = BlockTransfer([0] * most, [0] * most)
+    with enough_memory("a transfer to the host", "do without kv_offloading_size"):
+        for plan in (StepPlan(stores=[transfer]), StepPlan(loads=[Load(0, transfer)]), StepPlan(reset=True)):
             runner.execute(plan)
 
 

@@ -58,6 +58,7 @@ class ModelRunner:
         self.backend = backend
         self.cache = backend.cache
         self.device = self.cache.data.device
+        self.store = store
         self.operations = make_operations(self.cache)
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids

@@ -5,6 +5,7 @@ Programs for a GPU run on it as they are, kernels in Triton's interpreter, and w
 - Operands on different devices, other than single numbers of the CPU.
 - Memory of the host that changes while a copy from it may still be under way. What is copied to the host without
   waiting arrives when an event behind it is waited for, and is garbage before.
+- Tensors that another stream has made, and that were not waited for.
 - In the capture of a graph, whatever waits for the device or copies from or to the host.
 
 A graph's replay repeats operations on tensors, not the Python code around them, and begins with the memory of all
@@ -33,15 +34,17 @@ GARBAGE = 0x7F  # as bytes: a large number, in integers and in floating point
 
 
 class DeviceTensor(torch.Tensor):
-    """held: the content, a tensor on the CPU.
+    """held: the content, a tensor on the CPU. made: by which operation of a stream.
 
     To torch's C++ code it is on the meta device: without CUDA that cannot switch to a CUDA device.
     """
 
     held: torch.Tensor
+    made: tuple[Stream, int] | None = None
     device = property(lambda self: torch.device("cuda", 0))
     is_cuda = True
     is_meta = is_cpu = False
+    record_stream = lambda self, stream: None  # noqa: E731
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> DeviceTensor:
@@ -77,6 +80,24 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def overwrite(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().fill_(GARBAGE)
+
+
+class Stream:
+    """work: how many operations it has got. seen: how many of those of other streams it has waited for."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.work = 0
+        self.seen: dict[Stream, int] = {}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.seen[other] = other.work
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Whatever an operation here reads has been made here, or was waited for."""
+        for tensor in tensors:
+            if isinstance(tensor, DeviceTensor) and tensor.made:
+                stream, number = tensor.made
+                assert stream is self or self.seen.get(stream, 0) >= number, "made on a stream that was not waited for"
 
 
 @dataclass(eq=False)
@@ -131,12 +152,30 @@ class Device(TorchDispatchMode):
         self.graphs: list[Graph] = []
         self._pinned: dict[int, torch.Tensor] = {}
         self._capturing: Graph | None = None
+        self.stream = Stream()
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # for the operations that it consists of
                 return func.decompose(*args, **kwargs)
+        self.stream.check(tensors_in((args, kwargs)))
+        self.stream.work += 1
+        result = self._dispatch(func, args, kwargs)
+        for tensor in tensors_in(result):
+            if isinstance(tensor, DeviceTensor) and not tensor.made:
+                tensor.made = self.stream, self.stream.work
+        return result
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = any(isinstance(tensor, DeviceTensor) for tensor in tensors_in((args, kwargs)))
         pinned, target = kwargs.pop("pin_memory", None), kwargs.get("device")
         # Numbers that are assigned to elements are put where torch believes the tensor to be.
@@ -179,6 +218,7 @@ class Device(TorchDispatchMode):
         """Run a kernel of Triton's interpreter, which `start` starts."""
         tensors = tensors_in((args, kwargs))
         assert all(isinstance(tensor, DeviceTensor) for tensor in tensors), f"{executor.fn} of tensors on the CPU"
+        self.stream.check(tensors)
         plain_args, plain_kwargs = tree_map(held, args), tree_map(held, kwargs)
 
         def run() -> None:
@@ -304,7 +344,9 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
         "empty_cache": lambda: None,
         "synchronize": lambda *_: device.wait("synchronize"),
         "graph_pool_handle": lambda: None,
-        "Stream": lambda: None,
+        "Stream": Stream,
+        "stream": device.on_stream,
+        "current_stream": lambda *_: device.stream,
         "Event": type("Event", (Event,), {"device": device}),
         "CUDAGraph": Graph,
         "graph": device.capture,

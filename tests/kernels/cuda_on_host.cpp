@@ -47,14 +47,12 @@ void launch(Indices grid, int threads, Kernel kernel, Arguments... arguments) {
 
 extern "C" {
 
-void copy_blocks(const uint4* source, uint4* target, int64_t source_blocks, int64_t target_blocks, int heads,
-                 int block_size, int vectors_per_key, unsigned planes, const int64_t* sources,
-                 const int64_t* destinations, unsigned copies, int threads) {
-  const kvllm::Layout from{source_blocks, heads, block_size, vectors_per_key},
-      to{target_blocks, heads, block_size, vectors_per_key};
+void copy_blocks(uint4* cache, int64_t blocks, int heads, int block_size, int vectors_per_key, unsigned planes,
+                 const int64_t* sources, const int64_t* destinations, unsigned copies, int threads) {
+  const kvllm::Layout layout{blocks, heads, block_size, vectors_per_key};
   const int64_t part = threads * kvllm::kInFlight;
-  const Indices grid{static_cast<unsigned>((kvllm::block_vectors(from) + part - 1) / part), copies, planes};
-  launch(grid, threads, kvllm::copy_blocks_kernel, source, target, from, to, sources, destinations);
+  const Indices grid{static_cast<unsigned>((kvllm::block_vectors(layout) + part - 1) / part), copies, planes};
+  launch(grid, threads, kvllm::copy_blocks_kernel, cache, layout, sources, destinations);
 }
 
 void compact(uint4* cache, int64_t blocks, int heads, int block_size, int vectors_per_key, unsigned planes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.disk_mover import DiskMover
 from kvllm.kvcache.tiers.queue import Ticket, make_queue
 from kvllm.kvcache.tiers.records import LostBlocksError, RecordLayout, Records
+from kvllm.kvcache.tiers.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,9 @@ class HostStore:
 
     Blocks go both ways in the order of the calls, beside the steps: `store` takes a copy on the device, after which
     the blocks may be written over at once, and the rest happens on a thread (CPU) or a stream (CUDA, pinned memory).
-    So a host block may be read by a `load` and written by a `store` after it. `load` may not be given blocks that
-    others still read or write, nor may these be used before the load is reported.
+    On CUDA, copies are in memory that is there from the start; those that it has no room for wait, on the device, until
+    others have left it. So a host block may be read by a `load` and written by a `store` after it. `load` may not be
+    given blocks that others still read or write, nor may these be used before the load is reported.
 
     Each load has a number, and is reported once: as loaded, or as lost where a host block does not hold what was to be
     stored in it, because that failed. Nothing of a lost load may be used.
@@ -59,6 +62,7 @@ class HostStore:
         self.num_blocks = num_blocks
         self.device = device
         self.records = self.layout.allocate(num_blocks, pinned=device.type == "cuda")
+        self.outgoing, self._incoming = Staging(self.layout, device), Staging(self.layout, device)
         self.held: set[int] = set()
         """Host blocks that hold what was stored in them."""
         self._queue = make_queue(device)
@@ -71,24 +75,18 @@ class HostStore:
     ) -> None:
         """Copy blocks of a cache on the store's device to host blocks. Those of a negative number go to none of these;
         those with a digest that is not empty go to the disk, too."""
-        begin = time.perf_counter()
-        records = self.layout.pack(cache, self._ids(blocks))
-        seconds = time.perf_counter() - begin
-        held = [(i, host_block) for i, host_block in enumerate(host_blocks) if host_block >= 0]
-
-        def write() -> None:
-            self.held.difference_update(host_blocks)
-            for part, source in zip(self.records, records, strict=True):
-                if source.is_cuda:
-                    source.record_stream(torch.cuda.current_stream(source.device))
-                for i, host_block in held:
-                    part[host_block].copy_(source[i], non_blocking=True)
-            self.held.update(host_block for _, host_block in held)
-
-        if held:
-            self._stores.append((self._queue.submit(write), len(held), seconds))
-        if self.disk and any(digests):
-            self.disk.put(records, digests)
+        for piece in self.outgoing.pieces(len(blocks)):
+            begin = time.perf_counter()
+            records = self.outgoing.take(len(blocks[piece]))
+            self.layout.pack(cache, self._ids(blocks[piece]), records)
+            seconds = time.perf_counter() - begin
+            held = [(i, host_block) for i, host_block in enumerate(host_blocks[piece]) if host_block >= 0]
+            if held:
+                ticket = self._queue.submit(partial(self._write, records, held))
+                self.outgoing.hold(ticket)
+                self._stores.append((ticket, len(held), seconds))
+            if self.disk and any(digests[piece]) and (ticket := self.disk.put(records, digests[piece])):
+                self.outgoing.hold(ticket)
 
     def load(
         self,
@@ -103,13 +101,7 @@ class HostStore:
         places = list(zip(blocks, host_blocks, strict=True))
         held = [(block, host_block) for block, host_block in places if host_block >= 0]
 
-        def read() -> None:
-            sources = [host_block for _, host_block in held]
-            if not self.held.issuperset(sources):
-                raise LostBlocksError("not held")
-            self.layout.unpack(self._gather(sources), cache, self._ids([block for block, _ in held]))
-
-        tickets = [self._queue.submit(read)]
+        tickets = [self._queue.submit(partial(self._read, held, cache))]
         if len(held) < len(blocks):
             absent = [(block, digest) for (block, i), digest in zip(places, digests, strict=True) if i < 0]
             if self.disk is None:
@@ -167,19 +159,28 @@ class HostStore:
                 num_blocks += count
         return num_blocks, seconds
 
+    def _write(self, records: Records, held: list[tuple[int, int]]) -> None:
+        """Copy some of the records to host blocks."""
+        self.held.difference_update(host_block for _, host_block in held)
+        for part, source in zip(self.records, records, strict=True):
+            for i, host_block in held:
+                part[host_block].copy_(source[i], non_blocking=True)
+        self.held.update(host_block for _, host_block in held)
+
+    def _read(self, held: list[tuple[int, int]], cache: PagedKVCache) -> None:
+        """Copy to blocks of the pool what host blocks hold."""
+        if not self.held.issuperset(host_block for _, host_block in held):
+            raise LostBlocksError("not held")
+        for piece in self._incoming.pieces(len(held)):
+            records = self._incoming.take(len(held[piece]))
+            for part, source in zip(records, self.records, strict=True):
+                for i, (_, host_block) in enumerate(held[piece]):
+                    part[i].copy_(source[host_block], non_blocking=True)
+            self.layout.unpack(records, cache, self._ids([block for block, _ in held[piece]]))
+
     def _ids(self, blocks: list[int]) -> torch.Tensor:
         on_gpu = self.device.type == "cuda"
         return torch.tensor(blocks, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=on_gpu)
-
-    def _gather(self, host_blocks: list[int]) -> Records:
-        """Records on the device."""
-        if self.device.type == "cpu":
-            return tuple(part[host_blocks] for part in self.records)
-        gathered = self.layout.allocate(len(host_blocks), self.device)
-        for part, copy in zip(self.records, gathered, strict=True):
-            for i, host_block in enumerate(host_blocks):
-                copy[i].copy_(part[host_block], non_blocking=True)
-        return gathered
 
 
 def _cancel(tickets: list[Ticket]) -> None:

@@ -25,6 +25,10 @@ class Ticket(ABC):
         """Return when it has ended."""
 
     @abstractmethod
+    def precede(self) -> None:
+        """Let what is launched from now on begin after its end. Where a device computes, nobody waits here."""
+
+    @abstractmethod
     def cancel(self) -> None:
         """Return when it has ended, or will never begin."""
 
@@ -53,6 +57,9 @@ class ThreadTicket(Ticket):
 
     def wait(self) -> None:
         futures.wait([self._future])
+
+    def precede(self) -> None:
+        self.wait()
 
     def cancel(self) -> None:
         if not self._future.cancel():
@@ -92,6 +99,9 @@ class StreamTicket(Ticket):
 
     def wait(self) -> None:
         self._end.synchronize()
+
+    def precede(self) -> None:
+        self._end.wait()
 
     def cancel(self) -> None:
         self.wait()

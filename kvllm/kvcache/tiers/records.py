@@ -59,17 +59,18 @@ class RecordLayout:
             torch.empty((count, *size), dtype=dtype, device=device, pin_memory=pinned) for dtype, size in self._sizes
         )
 
-    def pack(self, cache: PagedKVCache, blocks: torch.Tensor) -> Records:
-        """Copies of blocks, int64 `[count]`, on the cache's device."""
-        parts: list[torch.Tensor] = []
+    def pack(self, cache: PagedKVCache, blocks: torch.Tensor, records: Records) -> None:
+        """Write blocks, int64 `[count]`, to records on the cache's device."""
         if self.codecs:
-            for plane, codec in zip(cache.planes, self.codecs, strict=True):
-                parts += codec.quantize(plane.parts[0].movedim(1, 0)[blocks])
+            for plane, codec, room in zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=True):
+                quantized = codec.quantize(plane.parts[0].movedim(1, 0)[blocks])
+                for part, made in zip(room, quantized, strict=True):
+                    part.copy_(made)
         else:
-            parts += [words.movedim(2, 0)[blocks] for words in self._words_of(cache)]
+            for words, record in zip(self._words_of(cache), records, strict=False):
+                torch.index_select(words.movedim(2, 0), 0, blocks, out=record)
         if cache.scores is not None:
-            parts.append(cache.scores.movedim(1, 0)[blocks])
-        return tuple(part.contiguous() for part in parts)
+            torch.index_select(cache.scores.movedim(1, 0), 0, blocks, out=records[-1])
 
     def unpack(self, records: Records, cache: PagedKVCache, blocks: torch.Tensor) -> None:
         """Write records, on the cache's device, to blocks, int64 `[count]`."""
