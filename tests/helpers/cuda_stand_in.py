@@ -155,8 +155,8 @@ class Device(TorchDispatchMode):
         self.stream = Stream()
 
     @contextmanager
-    def on_stream(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
+    def on_stream(self, stream: Stream | None) -> Iterator[None]:
+        before, self.stream = self.stream, stream or self.stream
         try:
             yield
         finally:
