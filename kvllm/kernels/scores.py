@@ -76,7 +76,10 @@ def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MAS
     return last
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "window"],
+    do_not_specialize_on_alignment=["inverses"],  # they begin where the number of query tokens has them begin
+)
 def _row_softmax(
     queries,
     keys,
@@ -156,7 +159,10 @@ def _row_softmax(
     tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "window"],
+    do_not_specialize_on_alignment=["inverses"],  # they begin where the number of query tokens has them begin
+)
 def _column_sums(
     mass,
     queries,

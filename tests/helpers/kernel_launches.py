@@ -47,15 +47,15 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def launch_paged_keys(cache: PagedKVCache, queries: torch.Tensor, tables: torch.Tensor) -> None:
-    """What reads the keys of windows from a cache."""
+    """What reads the keys of windows from a cache; without queries, of all layers at once."""
     from kvllm.kernels.codes import as_kernels_read
     from kvllm.kernels.keydiff import key_differences
     from kvllm.kernels.scores import window_scores
 
-    offsets, size = torch.zeros(queries.shape[2], dtype=torch.int64), tables.shape[1] * cache.shape.block_size
-    blocks = as_kernels_read([cache.keys(0)])
-    window_scores(queries, blocks[0], size - 32, 0.1, offsets, tables=tables, squared=True)
-    key_differences(blocks, tables, size, cache.shape.head_dim, cache.shape.dtype)
+    offsets, size = torch.zeros(queries.shape[2], dtype=torch.int64), tables.shape[1] * cache.shape.block_size - 32
+    blocks = as_kernels_read([cache.keys(layer) for layer in range(cache.shape.num_layers)])
+    window_scores(queries, blocks[0], size, 0.1, offsets, tables=tables, squared=True)
+    key_differences(blocks, tables, size - len(tables), cache.shape.head_dim, cache.shape.dtype)
 
 
 def launch_quantized(head_dim: int, names: list[str]) -> None:
@@ -121,13 +121,18 @@ def launch_batch(num_sequences: int) -> None:
 
 def launch_rows(number: int) -> None:
     """What depends on how many tokens, rows of logits or windows there are, of a model of 16 bits."""
-    from kvllm.kernels.scores import window_scores
-
     launch_elementwise(torch.bfloat16, number)
     launch_draws(number, torch.bfloat16, top_k=True, top_p=True)
-    queries = torch.zeros(number, 16 + number, 32, 128, dtype=torch.bfloat16).transpose(1, 2)
-    window_scores(queries, torch.zeros(number, 8, 16 + number, 128, dtype=torch.bfloat16), number, 0.1)
-    cache = PagedKVCache(CacheShape(1, 8, 128, 256, torch.bfloat16), 4)
+    launch_windows(number, 32, 8)
+
+
+def launch_windows(number: int, heads: int, kv_heads: int) -> None:
+    """Scores of as many windows, by as many query tokens and 16, of keys that are contiguous and in a cache."""
+    from kvllm.kernels.scores import window_scores
+
+    queries = torch.zeros(number, 16 + number, heads, 128, dtype=torch.bfloat16).transpose(1, 2)
+    window_scores(queries, torch.zeros(number, kv_heads, 16 + number, 128, dtype=torch.bfloat16), number, 0.1)
+    cache = PagedKVCache(CacheShape(2, kv_heads, 128, 256, torch.bfloat16), 4)
     launch_paged_keys(cache, queries, torch.zeros(number, number, dtype=torch.int32))
 
 
