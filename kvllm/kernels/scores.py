@@ -243,7 +243,7 @@ def _tiles(dtype: torch.dtype, head_dim: int, *, plain: bool) -> tuple[dict[str,
     The side that a program keeps is as large as it can be, because all of the other side passes through.
     """
     if dtype == torch.float32:
-        tile = {"ROWS": 32, "KEYS": 32, "num_warps": 8}
+        tile = {"ROWS": 16, "KEYS": 32, "num_warps": 8}
         return tile, tile
     width = 128 if head_dim <= 128 else 64
     # Wide codes are also in shared memory as numbers, of which devices of 99 KiB have no room for more.
