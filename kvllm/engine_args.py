@@ -131,7 +131,7 @@ class EngineArgs:
             "vllm" for those of SamplingParams, or the directory of another such file.
         dtype: "bfloat16", "float32" or "float", "float16" or "half", or "auto" for the checkpoint's own; on a CPU,
             float16 runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
-        device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
+        device: "cuda", "cpu", or "auto" for a GPU if there is one, with Ray in the cluster.
         max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
         max_num_seqs: most sequences that run at once, up to 65,536.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks, and what takes more to
@@ -241,8 +241,6 @@ class EngineArgs:
         require(not (groups and self.disable_hybrid_kv_cache_manager), "layer_groups", groups, allowed)
         self._engine_config(1, self.max_model_len or 2)  # which checks the options that it takes over
         check_host_size(self._engine_config(1, 2), self.host_size)
-        with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
-        require(not self.uses_ray or self.device == "auto", "device", self.device, with_ray)
 
     @property
     def uses_ray(self) -> bool:

@@ -186,8 +186,8 @@ def _start_workers(args: EngineArgs) -> RayExecutor | ReplicaSet:
             'which is not installed: pip install "kvllm[ray]" (or: pip install ray), or leave both at 1'
         ) from error
     if num_replicas > 1:
-        return ReplicaSet(num_replicas, num_ranks, args.placement_strategy, args.max_worker_restarts)
-    return RayExecutor(num_ranks, args.placement_strategy, args.max_worker_restarts)
+        return ReplicaSet(num_replicas, num_ranks, args.placement_strategy, args.max_worker_restarts, args.device)
+    return RayExecutor(num_ranks, args.placement_strategy, args.max_worker_restarts, device=args.device)
 
 
 def _load_on(

@@ -216,5 +216,6 @@ def explain(asked: str, case: Case) -> str:
     if asked != "auto":
         return f"{asked} (as asked)"
     chosen = next(name for name in FASTEST if BACKENDS[name].why_not(case) is None)
-    reasons = [f"{name} {BACKENDS[name].why_not(case)}" for name in FASTEST[: FASTEST.index(chosen)]]
+    faster = [name for name in FASTEST[: FASTEST.index(chosen)] if name != "cpu" or case.cache.data.is_cpu]
+    reasons = [f"{name} {BACKENDS[name].why_not(case)}" for name in faster]
     return f"{chosen} ({'; '.join(reasons) or 'the fastest here'})"

@@ -38,9 +38,11 @@ class RayExecutor(Executor):
         placement: str = "STRICT_PACK",
         max_restarts: int = 3,
         group: PlacementGroup | None = None,
+        device: str = "auto",
     ) -> None:
         self.world_size = world_size
         self.placement = placement
+        self._device_asked = device
         self.restart_seconds: list[float] = []
         """How long each restart took, from the discovery of the fault until all ranks had loaded the model."""
         self._settings: RunnerSettings | None = None
@@ -50,7 +52,7 @@ class RayExecutor(Executor):
         self._groups: list[WorkerGroup] = []  # the one group, or none
         acquire_ray(world_size)
         self._finalizer = weakref.finalize(self, _end, self._groups)
-        self._groups.append(WorkerGroup(world_size, placement, group))
+        self._groups.append(WorkerGroup(world_size, placement, group, device))
 
     @property
     def available_memory(self) -> int:
@@ -108,7 +110,7 @@ class RayExecutor(Executor):
             self._transfers = TransfersOfRanks(self.world_size)
             self._budget.spend(fault)
             try:
-                self._groups.append(WorkerGroup(self.world_size, self.placement, self._group))
+                self._groups.append(WorkerGroup(self.world_size, self.placement, self._group, self._device_asked))
                 if self._settings:
                     self._groups[0].load(self._settings)
             except WorkerError as another:

@@ -77,13 +77,14 @@ def _start_ray(num_ranks: int) -> None:
 # Places
 
 
-def reserve(num_replicas: int, num_ranks: int, strategy: str) -> list[PlacementGroup]:
-    """A placement group for each replica, with a bundle for each of its ranks: of GPUs if the cluster has enough.
+def reserve(num_replicas: int, num_ranks: int, strategy: str, device: str) -> list[PlacementGroup]:
+    """A placement group for each replica, with a bundle for each of its ranks.
 
-    Raises:
-        ConfigError: the cluster cannot hold the ranks.
+    device: "cuda", "cpu", or "auto" for GPUs if the cluster has any.
+    Raises ConfigError if the cluster cannot hold the ranks on such devices.
     """
-    kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= num_replicas * num_ranks else "CPU"
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    kind = "GPU" if device == "cuda" or (device == "auto" and has_gpus) else "CPU"
     _check_resources(num_replicas, num_ranks, kind, strategy)
     groups = [ask_for(num_ranks, kind, strategy) for _ in range(num_replicas)]
     try:
@@ -128,6 +129,7 @@ def _check_resources(num_replicas: int, num_ranks: int, kind: str, strategy: str
         raise ConfigError(
             f"{_sizes(num_replicas, num_ranks)} needs as many {kind}s on one node for each replica (with "
             f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {per_node}'
+            + ('. device="cpu" runs ranks on CPUs' if kind == "GPU" else "")
         )
 
 

@@ -54,7 +54,9 @@ class WorkerGroup:
         ConfigError: the cluster cannot hold the ranks. WorkerError: a rank did not start.
     """
 
-    def __init__(self, world_size: int, placement: str, group: PlacementGroup | None = None) -> None:
+    def __init__(
+        self, world_size: int, placement: str, group: PlacementGroup | None = None, device: str = "auto"
+    ) -> None:
         self.world_size = world_size
         self.in_step = True
         self.pids: list[int] = []
@@ -67,7 +69,7 @@ class WorkerGroup:
         self._owned_group: PlacementGroup | None = None
         try:
             if not group:
-                group = self._owned_group = reserve(1, world_size, placement)[0]
+                group = self._owned_group = reserve(1, world_size, placement, device)[0]
             self.device = "cuda" if kind_of(group) == "GPU" else "cpu"
             readies = self._start(group)
         except BaseException:

@@ -145,7 +145,7 @@ def _count_segments(
         count = tl.where(single, tl.cdiv(length, _segment_size(length, SEGMENT, MAX_SEGMENTS)), 0)
         first = passed + tl.cumsum(count, 0) - count
         tl.store(first_segments + sequence, first, mask=exists)
-        for segment in range(0, tl.max(count, 0)):
+        for segment in range(tl.max(count, 0)):
             tl.store(sequences + first + segment, sequence, mask=segment < count)
         passed += tl.sum(count, 0)
     tl.store(first_segments + num_sequences, passed)

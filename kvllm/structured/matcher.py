@@ -34,7 +34,8 @@ class Matcher:
         self._seconds = FIRST_SECONDS
 
     def allowed(self, output_token_ids: list[int]) -> np.ndarray:
-        """Whether each token of the vocabulary may come after the output: bool [at least V].
+        """The set of tokens that may come after the output, as `kvllm.structured.token_sets` has it: uint32 [at least
+        ceil(V / 32)].
 
         Raises RequestError if none may, or if finding out takes too long.
         """
@@ -43,14 +44,14 @@ class Matcher:
         begin = time.thread_time()
         for token_id in output_token_ids[self._num_consumed :]:
             self._consume(self._state, token_id)
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        words = np.frombuffer(self._state.compute_bitmask(), np.uint32)
         self._check(self._state)
         self._seconds -= time.thread_time() - begin
         if self._seconds < 0:
             raise RequestError("structured_outputs takes too long to find the tokens that are allowed: simplify it")
-        if not bits.any():
+        if not words.any():
             raise RequestError("structured_outputs allows no text that the vocabulary's tokens can continue")
-        return np.unpackbits(bits, bitorder="little").view(np.bool_)
+        return words
 
     def _consume(self, state: LLMatcher, token_id: int) -> None:
         self._num_consumed += 1

@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 from kvllm.errors import RequestError
 from kvllm.structured.compile import Grammars
 from kvllm.structured.grammar import to_grammar
+from kvllm.structured.token_sets import unpack
 from kvllm.structured.vocabulary import Vocabulary
 from kvllm.structured_outputs import StructuredOutputsParams
 
@@ -59,7 +60,7 @@ def try_rule(grammars: Grammars, rule: StructuredOutputsParams) -> None:
     eos_token_ids = grammars.vocabulary.eos_token_ids
     output: list[int] = []
     for _ in range(TRIAL_TOKENS):
-        token_ids = np.flatnonzero(matcher.allowed(output))
+        token_ids = np.flatnonzero(unpack(matcher.allowed(output)))
         token_ids = token_ids[~np.isin(token_ids, eos_token_ids)]
         if not len(token_ids):
             return

@@ -35,6 +35,7 @@ from kvllm.worker import host_memory
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.rare_kernels import launch_rare_kernels
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -135,16 +136,25 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         model = _load(settings, shard, device)
         store = _host_store(settings, shard, device)
     if utilization is not None:
-        fitting = fitting_blocks(_runner(settings, shard, model, small, method, store), engine, utilization, stream)
+        fitting = _fitting_blocks(_runner(settings, shard, model, small, method, store), engine, utilization, stream)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
         runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks), method, store)
-    if device.type == "cuda" and utilization is None:
-        run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
+    if device.type == "cuda" and utilization is None:  # no request shall wait until kernels are compiled
+        launch_rare_kernels(runner)
+        run_heaviest_steps(runner, engine)
     if stream:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.forward_pass.use_graphs(cuda_capture(stream), num_blocks)
     return runner
+
+
+def _fitting_blocks(
+    probe: ModelRunner, engine: EngineConfig, utilization: float, graph_stream: torch.cuda.Stream | None
+) -> int:
+    """Blocks that fit beside all kernels, too: a loaded one takes memory."""
+    launch_rare_kernels(probe)
+    return fitting_blocks(probe, engine, utilization, graph_stream)
 
 
 def check_runner(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,15 +36,17 @@ NOT_FINITE = "the model's logits are not finite: check its weights, or use a dty
 class SampleRows:
     """The rows of a step's logits: `all` of them, and the numbers of those that need more than the most likely token.
 
-    special: rows that are not plain. reported: rows that asked for log probabilities, each with how many.
+    special: rows that are not plain. reported: rows that asked for log probabilities, by how many they asked for.
     is_plain: whether there are neither.
     """
 
     def __init__(self, rows: list[SampleRow]) -> None:
         self.all = rows
         self.special = [i for i, row in enumerate(rows) if not row.is_plain]
-        logprobs = [row.params.logprobs for row in rows]
-        self.reported = {i: count for i, count in enumerate(logprobs) if count is not None}
+        self.reported: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.params.logprobs is not None:
+                self.reported.setdefault(row.params.logprobs, []).append(i)
         self.is_plain = not self.special and not self.reported
 
 
@@ -70,17 +73,7 @@ def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = Non
     for start in range(0, len(special), rows_at_once):
         part = special[start : start + rows_at_once]
         chosen[to_device(part, logits.device)] = _choose_part(logits, rows, part, errors)
-    reports: list[Tensor] = []
-    counts: list[int | None] = [None] * len(rows)
-    for i, count in of_step.reported.items():
-        if i not in errors:
-            try:
-                reports.append(report(logits[i : i + 1].float(), chosen[i : i + 1], count)[0])
-            except Exception as error:
-                errors[i] = _describe(error)
-            else:
-                counts[i] = count
-    return Samples(chosen, reports, counts, errors, logits.shape[-1])
+    return Samples(chosen, _report(logits, chosen, of_step.reported, errors), errors, logits.shape[-1])
 
 
 def _choose_part(logits: Tensor, rows: list[SampleRow], part: list[int], errors: dict[int, str]) -> Tensor:
@@ -94,6 +87,38 @@ def _choose_part(logits: Tensor, rows: list[SampleRow], part: list[int], errors:
     return torch.cat([_choose_part(logits, rows, [i], errors) for i in part])
 
 
+class Report(NamedTuple):
+    """The log probabilities of some rows that asked for equally many: values, float64 `[rows, 2 + 2 * num_top]`."""
+
+    rows: list[int]
+    num_top: int
+    values: Tensor
+
+
+def _report(logits: Tensor, chosen: Tensor, reported: dict[int, list[int]], errors: dict[int, str]) -> list[Report]:
+    """Reports of the rows that have a token. Rows that ask for equally many are reported together, because among equal
+    logits `topk` may choose others if it is asked for more."""
+    rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    found: list[Report] = []
+    for count, rows in reported.items():
+        wanted = [i for i in rows if i not in errors]
+        for start in range(0, len(wanted), rows_at_once):
+            found += _report_part(logits, chosen, wanted[start : start + rows_at_once], count, errors)
+    return found
+
+
+def _report_part(logits: Tensor, chosen: Tensor, part: list[int], count: int, errors: dict[int, str]) -> list[Report]:
+    """Of the rows whose numbers are in `part`: of all at once, or one by one if that fails."""
+    try:
+        index = to_device(part, logits.device)
+        return [Report(part, count, report(logits[index].float(), chosen[index], count))]
+    except Exception as error:
+        if len(part) == 1:
+            errors[part[0]] = _describe(error)
+            return []
+    return [of_row for i in part for of_row in _report_part(logits, chosen, [i], count, errors)]
+
+
 def _describe(error: Exception) -> str:
     return f"no token could be sampled: {type(error).__name__}: {error}"
 
@@ -101,46 +126,39 @@ def _describe(error: Exception) -> str:
 class Samples:
     """Sampled tokens and what is reported of them, on their way to the host in one copy.
 
-    chosen: int64 [R], on the device. reports: of the rows whose `counts` is not None, as `report` makes them.
-    errors: by row, where no token was sampled.
+    chosen: int64 [R], on the device. reports: as `report` makes their values. errors: by row, where no token was
+        sampled.
     """
 
-    def __init__(
-        self,
-        chosen: Tensor,
-        reports: list[Tensor],
-        counts: list[int | None],
-        errors: dict[int, str],
-        vocab_size: int,
-    ) -> None:
-        self._counts = counts
+    def __init__(self, chosen: Tensor, reports: list[Report], errors: dict[int, str], vocab_size: int) -> None:
+        self._reports = [(each.rows, each.num_top) for each in reports]
         self._errors = errors
         self._vocab_size = vocab_size
         self.chosen = chosen
         # float64 holds every token id.
-        self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
+        values = [each.values.flatten() for each in reports]
+        self._download = Download(torch.cat((chosen.double(), *values)) if values else chosen)
 
     def token_ids(self) -> np.ndarray:
         """int64 `[R]`. Waits for the copy. A row with an error has any token, since its request ends."""
-        values = self._download.wait().numpy()[: len(self._counts)]
+        values = self._download.wait().numpy()[: len(self.chosen)]
         return np.maximum(values, 0).astype(np.int64, copy=False)
 
     def tokens(self) -> list[SampledToken]:
         """Waits for the copy. A row whose logits are not finite has an error."""
-        values = self._download.wait().tolist()
-        count = len(self._counts)
-        if len(values) == count > 0 and not self._errors and min(values) >= 0 and max(values) < self._vocab_size:
-            return [SampledToken(token_id) for token_id in values]
-        reported = iter(values[len(self._counts) :])
-        return [self._token(row, int(values[row]), count, reported) for row, count in enumerate(self._counts)]
+        values, count = self._download.wait().tolist(), len(self.chosen)
+        tokens, reported = [SampledToken(int(token_id)) for token_id in values[:count]], iter(values[count:])
+        for rows, number in self._reports:
+            for row in rows:
+                tokens[row] = read_report(tokens[row].token_id, number, reported)
+        if tokens and not 0 <= min(values[:count]) <= max(values[:count]) < self._vocab_size:
+            tokens = [self._checked(token) for token in tokens]
+        for row, error in self._errors.items():
+            tokens[row] = SampledToken(0, error=error)
+        return tokens
 
-    def _token(self, row: int, token_id: int, count: int | None, reported: Iterator[float]) -> SampledToken:
-        token = SampledToken(token_id) if count is None else read_report(token_id, count, reported)
-        if row in self._errors:
-            return SampledToken(0, error=self._errors[row])
-        if not 0 <= token_id < self._vocab_size:
-            return SampledToken(0, error=NOT_FINITE)
-        return token
+    def _checked(self, token: SampledToken) -> SampledToken:
+        return token if 0 <= token.token_id < self._vocab_size else SampledToken(0, error=NOT_FINITE)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,23 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     if on_gpu:
         tensor = tensor.pin_memory()  # after the copy: torch.tensor() pins no memory for NumPy arrays
     return tensor.to(device, non_blocking=on_gpu)
+
+
+def to_device_early(values: Any, device: torch.device) -> torch.Tensor:
+    """The same for what comes after all that was launched: a GPU gets it meanwhile."""
+    if device.type != "cuda":
+        return to_device(values, device)
+    uploads, current = _upload_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(uploads):
+        tensor = to_device(values, device)
+    current.wait_stream(uploads)
+    tensor.record_stream(current)  # whose memory goes back to the other stream
+    return tensor
+
+
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Download:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 
@@ -17,38 +18,70 @@ from kvllm.sampling_params import SamplingParams
 from tests.core.test_scheduler import Harness, engine_config
 from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
-from tests.helpers.plan_digests import plan_digest
 from tests.helpers.plans import scheduled_in
 
-PLANS = {
-    ("none", 0): "594433ddc45d4734 824 29",
-    ("none", 1): "2ded323936289b88 931 98",
-    ("none", 2): "80bf1d446af29819 597 70",
-    ("none", 3): "28c26c9c6e461f11 720 103",
-    ("periodic", 0): "1e5cb1118c057996 773 88",
-    ("periodic", 1): "d8ed22ffff0e1887 724 20",
-    ("periodic", 2): "3e30ad4d524f00da 1148 0",
-    ("periodic", 3): "59639ba534c9831b 394 11",
-    ("prompts", 0): "7d1cec75055faae3 745 0",
-    ("prompts", 1): "1ef11dc6a47fcf31 423 0",
-    ("prompts", 2): "6e82f00c86a726aa 623 1",
-    ("prompts", 3): "2dab5ddf6e8ced4d 1469 0",
-    ("pressure", 0): "8f5c69a16f5eeca8 484 8",
-    ("pressure", 1): "e35760614f4ea007 633 9",
-    ("pressure", 2): "3e682f9309183ce9 834 0",
-    ("pressure", 3): "afb88fb060f57c25 380 7",
-    ("threshold", 0): "1cc80bffa5ca26b8 668 0",
-    ("threshold", 1): "65b0f729f93a5b84 564 38",
-    ("threshold", 2): "4cb076bb1606cd4b 514 6",
-    ("threshold", 3): "e5484debf2a7edec 667 30",
+COMPRESSIONS: dict[str, CompressionConfig | None] = {
+    "none": None,
+    "periodic": paper_compression(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
+    "prompts": paper_compression(
+        method="kara", period=6, max_sequences=30, window_blocks=3, buffer=2, compress_prompt=True
+    ),
+    "pressure": CompressionConfig(
+        method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1
+    ),
+    "threshold": CompressionConfig(
+        method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2
+    ),
 }
-"""Digest, steps and preemptions of first come, first served, from before there were tenants; with prompts, from when
-their windows began to move together."""
 
 
-@pytest.mark.parametrize(("name", "seed"), PLANS)
-def test_with_one_tenant_and_one_priority_plans_are_first_come_first_served(name: str, seed: int) -> None:
-    assert plan_digest(Harness, name, seed) == PLANS[name, seed]
+def random_config(rng: random.Random, compression: CompressionConfig | None) -> EngineConfig:
+    max_num_seqs = rng.randint(2, 8)
+    return engine_config(
+        rng.randint(20, 48),
+        max_model_len=512,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.randint(max_num_seqs, 40),
+        enable_prefix_caching=rng.random() < 0.7,
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+        compression=compression,
+    )
+
+
+class InOrder(Harness):
+    """Checks in each step who starts, and who makes way."""
+
+    def step(self) -> None:
+        running = self.scheduler.running[:]
+        super().step()
+        waiting = self.live.keys() - {seq.seq_id for seq in self.scheduler.running}
+        started = [start.seq_id for start in self.plans[-1].new_seqs]
+        assert not (started and waiting) or max(started) < min(waiting)  # who has waited longest
+        preempted = [seq.seq_id in waiting for seq in running]
+        assert preempted == sorted(preempted)  # the youngest
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_with_one_tenant_and_one_priority_plans_are_first_come_first_served(name: str) -> None:
+    """60 requests that arrive while others run, a few of which are aborted or lost with their workers."""
+    preemptions = 0
+    for seed in range(4):
+        rng = random.Random(f"{name} {seed}")
+        harness = InOrder(random_config(rng, COMPRESSIONS[name]))
+        most = min(harness.config.num_blocks * 4 - 30, 60)
+        for _ in range(60):
+            prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
+            harness.add(prompt, rng.randint(1, most), rng.choice([1, 1, 1, 2]))
+            if rng.random() < 0.1:
+                harness.finish(rng.choice(sorted(harness.live)))
+            if rng.random() < 0.02:
+                harness.fail(executed=rng.random() < 0.5)
+            for _ in range(rng.choice([0, 0, 1, 8])):
+                if harness.scheduler.has_unfinished:
+                    harness.step()
+        harness.run()
+        preemptions += harness.scheduler.stats.preemptions
+    assert preemptions > 0
 
 
 # The queue

@@ -470,6 +470,17 @@ def test_more_ranks_than_the_cluster_holds(ray_llm, checkpoints) -> None:
         ray_llm(checkpoints["qwen3"], ranks=8)
 
 
+def test_the_device_of_ranks(ray_llm, checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few GPUs are an error, and CPUs take their place only where they are asked for."""
+    with pytest.raises(ConfigError, match='needs as many GPUs on one node .* have 0, 0. device="cpu" runs ranks'):
+        ray_llm(checkpoints["qwen3"], ranks=2, device="cuda")
+    resources = ray.cluster_resources() | {"GPU": 1.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs as many GPUs"):
+        ray_llm(checkpoints["qwen3"], ranks=2)
+    assert ray_llm(checkpoints["qwen3"], ranks=2, device="cpu").llm_engine.executor.device == "cpu"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

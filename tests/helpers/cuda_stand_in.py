@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kvllm.worker import transfer
 from tests.helpers.device_memory import Storage
-from tests.helpers.device_streams import Streams
+from tests.helpers.device_streams import Stream, Streams
 
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default: 0, aten.copy_.default: 1}
@@ -50,6 +51,10 @@ class DeviceTensor(torch.Tensor):
     device = property(lambda self: torch.device("cuda", 0))
     is_cuda = True
     is_meta = is_cpu = False
+
+    def record_stream(self, stream: Stream) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.memory:
+            self.memory.recorded.append(stream.number)
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, memory: Storage | None) -> DeviceTensor:
@@ -399,6 +404,7 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") begins on the CPU
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         stack.enter_context(streams.following_threads())
+        stack.callback(transfer._upload_stream.cache_clear)  # it ends with its device
         with Operations(device), Calls():
             yield device
             device.synchronize()

@@ -28,13 +28,15 @@ def new_clock() -> Clock:
 class Storage:
     """Memory of one allocation, as long as a tensor has it, and who read and wrote it last.
 
-    stream: that it was allocated on, by its number. As long as all accesses come from one stream, only the last ones
-    are kept.
+    stream: that it was allocated on, by its number. recorded: others that it is not given back before.
+
+    As long as all accesses come from one stream, only the last ones are kept.
     """
 
     def __init__(self, num_bytes: int, stream: int, freed: Callable[[Storage], None]) -> None:
         self.num_bytes = num_bytes
         self.stream = stream
+        self.recorded: list[int] = []
         self._freed = freed
         self._user = -1
         self._last_write = self._last_read = 0
@@ -71,9 +73,11 @@ class Storage:
         return problem
 
     def unordered(self, clock: Clock) -> str | None:
-        """What is still under way at some time, if anything is."""
+        """What is still under way at some time, other than what is recorded, if anything is."""
         if self._by_unit is None and self._user not in (-1, self.stream):
             self._tell_apart()
+        clock = clock.copy()
+        clock[self.recorded] = np.iinfo(np.int64).max
         return self._unordered(slice(None), clock, with_reads=True) if self._by_unit else None
 
     def _unordered(self, where: Units, clock: Clock, *, with_reads: bool) -> str | None:

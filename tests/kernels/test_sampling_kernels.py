@@ -1,4 +1,4 @@
-"""The kernels that choose tokens give those of the functions for CPUs, token by token, in Triton's interpreter."""
+"""The kernels that mask and choose tokens give what the functions for CPUs do, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker import draws
+from kvllm.worker.mask import restrict
+from kvllm.worker.sample_row import SampleRow
 from tests.helpers.processes import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -113,6 +115,43 @@ def check_most_likely() -> None:
     assert found_tokens(logits, list(range(7)), params, [0.5] * 7)[2:] == [1024, -1, -1, -1, 2999]
 
 
-@pytest.mark.parametrize("check", [check_draws, check_many_draws, check_most_likely], ids=lambda check: check.__name__)
+def check_masks(device: str = "cpu") -> None:
+    """Rows anywhere among others, of vocabularies whose last word, and whose last tile, is not full."""
+    from kvllm.kernels import token_masks
+
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (1, 31, 32, 33, 200, 641):
+        logits, words = torch.zeros(5, 2 * vocab, device=device)[:, :vocab], -(-vocab // 32)
+        allowed = torch.rand(3, vocab, generator=generator) < 0.5
+        packed = np.zeros((3, 32 * words), dtype=bool)
+        packed[:, :vocab] = allowed
+        bits = torch.from_numpy(np.packbits(packed, axis=1, bitorder="little").view(np.int32))
+        expected = torch.zeros(5, vocab)
+        expected[[4, 0, 2]] = expected[[4, 0, 2]].masked_fill(~allowed, -math.inf)
+        with patch.object(token_masks, "_TILE", 64):
+            token_masks.forbid_others(logits, torch.tensor([4, 0, 2], device=device), bits.to(device))
+        assert torch.equal(logits.cpu(), expected) and not logits._base[:, vocab:].any()
+
+
+CHECKS = [check_draws, check_many_draws, check_most_likely, check_masks]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_in_the_interpreter(check: Any) -> None:
     run_python(f"{check.__name__}(); print('null')", __name__, TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+def test_masks_on_cuda() -> None:
+    """The kernel, and rows with lists and bad words, whose masks are uploaded beside a product that takes long."""
+    check_masks("cuda")
+    logits = torch.randn(3, 151936, generator=torch.Generator().manual_seed(0))
+    options = [{"allowed_token_ids": [3, 151935]}, {}, {"allowed_token_ids": [5, 7], "bad_words_token_ids": [[5]]}]
+    rows = [SampleRow(SamplingParams(**each), 0, [], []) for each in options]
+    on_device, expected = logits.cuda(), logits.clone()
+    busy = torch.ones(8192, 8192, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy * 0
+    restrict(on_device, rows)
+    restrict(expected, rows)
+    assert torch.equal(on_device.cpu(), expected)

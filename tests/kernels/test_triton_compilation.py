@@ -244,8 +244,10 @@ def launch_sampling() -> None:
 
 def launch_draws(rows: int, dtype: torch.dtype, **filtered: bool) -> None:
     from kvllm.kernels.sampling import Maxima, draw
+    from kvllm.kernels.token_masks import forbid_others
 
     logits, filters = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
+    forbid_others(logits, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 4008, dtype=torch.int32))
     maxima = Maxima.of(logits)
     maxima.most_likely()
     draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), filters, **filtered)

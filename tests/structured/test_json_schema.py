@@ -17,6 +17,7 @@ from kvllm.serving.tool_choice import ToolChoice, calls_grammar, with_usable_sch
 from kvllm.structured import json_schema
 from kvllm.structured.checker import GrammarChecker
 from kvllm.structured.compile import Grammars
+from kvllm.structured.token_sets import unpack
 from kvllm.structured.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
@@ -30,7 +31,7 @@ def accepts(rule: StructuredOutputsParams, text: str) -> bool:
     """Whether a rule lets a model write a text and end there."""
     matcher, output = GRAMMARS.matcher(rule), list[int]()
     for byte in [*text.encode(), END]:
-        if not matcher.allowed(output)[byte]:
+        if not unpack(matcher.allowed(output))[byte]:
             return False
         output.append(byte)
     return True
@@ -128,7 +129,7 @@ def test_a_pattern_of_names_that_are_known_promises_no_further_property(pattern:
     schema = {**OBJECT, "properties": {"a": number, "b": number}, "required": ["a", "b"], "additionalProperties": False}
     rule = StructuredOutputsParams(json={**schema, "patternProperties": {pattern: {"minimum": 10}}})
     assert accepts(rule, '{"a": 15, "b": 20}') and not accepts(rule, '{"a": 5, "b": 20}')
-    allowed = GRAMMARS.matcher(rule).allowed(list(b'{"a": 15, "b": 20'))
+    allowed = unpack(GRAMMARS.matcher(rule).allowed(list(b'{"a": 15, "b": 20')))
     assert allowed[ord("}")] and not allowed[ord(",")]
 
 

@@ -19,6 +19,7 @@ from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.structured.compile import Grammars
 from kvllm.structured.grammar import to_grammar
+from kvllm.structured.token_sets import unpack
 from kvllm.structured.vocabulary import read_vocabulary
 from tests.helpers.tokenizers import byte_level
 
@@ -258,11 +259,11 @@ def test_the_rule_begins_after_a_free_part(start: str | None, end: str) -> None:
     matcher = grammars.matcher(StructuredOutputsParams(regex="[0-9]+", free_end=end, free_start=start))
     written: list[int] = []
     for token_id in tokenizer.encode((start or "") + 'It is {"a" 中 <\n' + end + "\n\n42"):
-        allowed = matcher.allowed(written)
+        allowed = unpack(matcher.allowed(written))
         assert allowed[token_id]
         assert not allowed[eos] or tokenizer.decode(written).endswith("\n4")
         written.append(token_id)
-    allowed = np.flatnonzero(matcher.allowed(written))
+    allowed = np.flatnonzero(unpack(matcher.allowed(written)))
     assert set(tokenizer.decode(allowed.tolist())) <= set("0123456789" + "<|im_end|>") and eos in allowed
 
 
@@ -270,7 +271,7 @@ def test_a_free_part_may_be_left_out() -> None:
     tokenizer = byte_level("chat")
     grammars = Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (2,)), (2,))
     rule = StructuredOutputsParams(regex="[0-9]+", free_end="</think>", free_start="<think>")
-    allowed = np.flatnonzero(grammars.matcher(rule).allowed([])).tolist()
+    allowed = np.flatnonzero(unpack(grammars.matcher(rule).allowed([]))).tolist()
     assert {tokenizer.decode_token(token_id) for token_id in allowed} == {"<think>", *"0123456789"}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,9 +25,10 @@ from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import measure_graphs
+from kvllm.worker.transfer import to_device_early
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
-from tests.helpers.cuda_stand_in import Device, stand_in
+from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in
 from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
 
@@ -55,7 +56,16 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
     sampled = [
         params(n=2, temperature=0.8, top_p=0.9, seed=3),
-        params(temperature=0.7, top_k=20, min_p=0.01, seed=4, repetition_penalty=1.2, min_tokens=4, logprobs=2),
+        params(
+            temperature=0.7,
+            top_k=20,
+            min_p=0.01,
+            seed=4,
+            repetition_penalty=1.2,
+            min_tokens=4,
+            logprobs=2,
+            allowed_token_ids=list(range(3, 255, 2)),
+        ),
     ]
     forks = {"max_num_seqs": 3, "num_gpu_blocks_override": 5}
     return {
@@ -260,6 +270,40 @@ def test_a_download_arrives_at_its_event() -> None:
         assert host[0] > 1e30
         later.synchronize()
         assert host.tolist() == [1, 1, 1]
+
+
+def test_what_another_stream_makes_must_be_waited_for() -> None:
+    for waits in (True, False):
+        with nullcontext() if waits else pytest.raises(AssertionError, match="nothing orders them"), stand_in():
+            uploads, here = torch.cuda.Stream(), torch.cuda.current_stream()
+            with torch.cuda.stream(uploads):
+                found = torch.ones(3).pin_memory().to("cuda:0", non_blocking=True)
+            found.record_stream(here)
+            if waits:
+                here.wait_stream(uploads)
+            assert (found + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_is_not_given_back_while_another_stream_uses_it(recorded: bool) -> None:
+    with nullcontext() if recorded else pytest.raises(AssertionError, match="is given back while"), stand_in():
+        numbers, other = torch.ones(3, device="cuda"), torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            more = numbers + 1
+        if recorded:
+            numbers.record_stream(other)
+        del numbers
+        torch.cuda.current_stream().wait_stream(other)
+        assert more.tolist() == [2, 2, 2]
+
+
+def test_an_early_upload_does_not_queue_behind_a_pass() -> None:
+    with stand_in() as device:
+        found = to_device_early([1, 2], torch.device("cuda", 0))
+        assert isinstance(found, DeviceTensor) and found.memory
+        assert found.memory.stream != device.streams.current.number
+        assert (found + 1).tolist() == [2, 3] and not device.waits[:-1]
 
 
 def test_a_graph_repeats_operations_and_not_the_program() -> None:

@@ -65,7 +65,6 @@ def test_with_a_gpu_everything_is_on_it_cuda(checkpoint: Path) -> None:
     ("options", "message"),
     [
         ({"device": "tpu"}, "device='tpu' is not allowed: choose one of auto, cuda, cpu"),
-        ({"device": "cpu", "distributed_executor_backend": "ray"}, "device='cpu' .* Ray runs ranks on GPUs if"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0 is not allowed: greater than 0 and at most 1"),
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 is not allowed"),
         ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization='0.5': Expected `float`"),

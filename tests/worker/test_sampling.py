@@ -438,6 +438,18 @@ def test_logprobs_only_where_asked():
     assert zero.top_logprobs == [] and zero.logprob < 0
 
 
+def test_rows_that_ask_for_equally_many_are_reported_in_one_pass_of_bounded_size(monkeypatch):
+    sizes, report = [], sampler.report
+    monkeypatch.setattr(sampler, "LOGITS_AT_ONCE", 10 * 50)
+    monkeypatch.setattr(sampler, "report", lambda *args: (sizes.append((len(args[0]), args[2])), report(*args))[1])
+    logits, rows = random_logits(40, 50), [row_of(seed=i, logprobs=i % 4 or None) for i in range(40)]
+    unchecked(rows[1].params, top_p="much")
+    tokens = sample(logits, rows)
+    assert sizes == [(9, 1), (10, 2), (10, 3)] and tokens[1].error
+    numbers = [len(token.top_logprobs or ()) for token in tokens]
+    assert numbers == [0, 0, *[i % 4 for i in range(2, 40)]]
+
+
 # Bias, allowed tokens and bad words
 
 

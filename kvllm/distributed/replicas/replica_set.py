@@ -48,7 +48,7 @@ class ReplicaSet:
         ConfigError: the cluster cannot hold the ranks. WorkerError: a replica did not start.
     """
 
-    def __init__(self, num_replicas: int, num_ranks: int, placement: str, max_restarts: int) -> None:
+    def __init__(self, num_replicas: int, num_ranks: int, placement: str, max_restarts: int, device: str) -> None:
         self.restart_seconds: list[float] = []
         """How long each replacement of a replica took, until it had loaded the model."""
         self._placement = placement
@@ -58,7 +58,7 @@ class ReplicaSet:
         acquire_ray(num_replicas * num_ranks)
         self._finalizer = weakref.finalize(self, _end, self._replicas)
         try:
-            self._start(num_replicas, num_ranks, max_restarts)
+            self._start(num_replicas, num_ranks, max_restarts, device)
             readies = [replica.ready(START_SECONDS) for replica in self._replicas]
         except BaseException:
             self.close()
@@ -102,14 +102,14 @@ class ReplicaSet:
     def close(self) -> None:
         self._finalizer()
 
-    def _start(self, num_replicas: int, num_ranks: int, max_restarts: int) -> None:
-        groups = reserve(num_replicas, num_ranks, self._placement)
+    def _start(self, num_replicas: int, num_ranks: int, max_restarts: int, device: str) -> None:
+        groups = reserve(num_replicas, num_ranks, self._placement, device)
         nodes = [nodes_of(group)[0] for group in groups]
         for group, node in zip(groups, nodes, strict=True):
-            device = "cuda" if kind_of(group) == "GPU" else "cpu"
+            found = "cuda" if kind_of(group) == "GPU" else "cpu"
             num_threads = max(1, torch.get_num_threads() // nodes.count(node))
-            neighbours = nodes.count(node) if device == "cpu" else 1
-            spec = ReplicaSpec(num_ranks, self._placement, max_restarts, device, num_threads, neighbours)
+            neighbours = nodes.count(node) if found == "cpu" else 1
+            spec = ReplicaSpec(num_ranks, self._placement, max_restarts, found, num_threads, neighbours)
             self._replicas.append(_RemoteReplica(group, spec))
 
     # Calls
