@@ -278,7 +278,7 @@ class Device:
         with self.lock:
             over = [copy for copy in self.copies if is_over(copy)]
             self.copies = [copy for copy in self.copies if copy not in over]
-            with _disable_current_modes():
+            with _disable_current_modes(), torch.inference_mode():
                 for copy in over:
                     copy.finish()
 
