@@ -17,6 +17,7 @@ from kvllm.core.protocol import (
     Load,
     PartJob,
     PrefillChunk,
+    ScoringStart,
     SequenceStart,
     StepPlan,
 )
@@ -153,11 +154,14 @@ def run_largest_transfers(runner: ModelRunner) -> None:
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     """As many tokens, and as many sequences that sample, as a step can have, with the widest block tables: what
-    attention writes for each part of a table grows with the longest one, for all sequences."""
+    attention writes for each part of a table grows with the longest one, for all sequences. Their scores are added up,
+    if that is how windows are scored."""
     num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
+    observes = config.active_compression is not None and config.active_compression.observes_scores
     yield StepPlan(
         new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
+        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if observes],
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
