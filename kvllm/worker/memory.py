@@ -18,6 +18,7 @@ from kvllm.core.protocol import (
     Load,
     PartJob,
     PrefillChunk,
+    ScoringStart,
     SequenceStart,
     StepPlan,
 )
@@ -157,11 +158,14 @@ def run_largest_transfers(runner: ModelRunner) -> None:
 
 def _prefill(config: EngineConfig, num_seqs: int) -> Iterator[StepPlan]:
     """As many tokens as a step can have, of so many sequences that sample, with the widest block tables: what attention
-    writes for each part of a table grows with the longest one, for all sequences."""
+    writes for each part of a table grows with the longest one, for all sequences. Their scores are added up, if that is
+    how windows are scored."""
     num_tokens = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (num_seqs - 1)
+    observes = config.active_compression is not None and config.active_compression.observes_scores
     yield StepPlan(
         new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
+        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if observes],
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(num_seqs)))
