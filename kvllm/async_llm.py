@@ -91,7 +91,7 @@ class AsyncLLM:
         Args:
             request_id: unique among unfinished requests.
             prompt: see `LLM.generate`.
-            priority, tenant, cache_salt: see `kvllm.core.sequence.Origin`.
+            priority, tenant, cache_salt: see `kvllm.core.sequence.ServiceClass`.
 
         Raises:
             RequestError: the request cannot be served: before the first item. One that fails later has an `error`.

@@ -20,7 +20,7 @@ from kvllm.kvcache.ops.cpu import why_not_quantize
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionSpec:
     """A request to a backend.
 
     layers: as in AttentionBackend. ragged: heads hold different numbers of KV pairs. observed: attention probabilities
@@ -35,9 +35,9 @@ class Case:
     residual: bool = False
 
 
-def _why_not_options(case: Case) -> str | None:
+def _why_not_options(spec: AttentionSpec) -> str | None:
     """The reason of a backend that attends all earlier KV pairs, with scores that have no bound."""
-    for options in case.layers:
+    for options in spec.layers:
         if options.window is not None:
             return f"attends all earlier tokens, the model has layers with a sliding window of {options.window}"
         if options.soft_cap is not None:
@@ -45,18 +45,18 @@ def _why_not_options(case: Case) -> str | None:
     return None
 
 
-def _why_not_sinks(case: Case) -> str | None:
-    if any(options.sinks for options in case.layers):
+def _why_not_sinks(spec: AttentionSpec) -> str | None:
+    if any(options.sinks for options in spec.layers):
         return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
     return None
 
 
-def why_not_cpu(case: Case) -> str | None:
-    """The reason why the compiled CPU operators cannot serve a case, None if they can. So do the functions below."""
-    shape = case.cache.shape
-    group = case.num_query_heads // shape.num_kv_heads
-    if not case.cache.data.is_cpu:
-        return f"cannot read a cache on {case.cache.data.device}"
+def why_not_cpu(spec: AttentionSpec) -> str | None:
+    """The reason why the compiled CPU operators cannot serve a spec, None if they can. So do the functions below."""
+    shape = spec.cache.shape
+    group = spec.num_query_heads // shape.num_kv_heads
+    if not spec.cache.data.is_cpu:
+        return f"cannot read a cache on {spec.cache.data.device}"
     if group > 64:
         return f"shares a KV head among at most 64 query heads, the model has {group}"
     if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
@@ -66,13 +66,13 @@ def why_not_cpu(case: Case) -> str | None:
     return None
 
 
-def why_not_triton(case: Case) -> str | None:
-    shape = case.cache.shape
+def why_not_triton(spec: AttentionSpec) -> str | None:
+    shape = spec.cache.shape
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed"
-    if not case.cache.data.is_cuda:
+    if not spec.cache.data.is_cuda:
         if os.environ.get("TRITON_INTERPRET") != "1":
-            return f"runs on CUDA devices, not on {case.cache.data.device}"
+            return f"runs on CUDA devices, not on {spec.cache.data.device}"
         if shape.dtype == torch.bfloat16:
             return "cannot use bfloat16 in Triton's interpreter, whose bfloat16 arithmetic is wrong"
     if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -81,60 +81,60 @@ def why_not_triton(case: Case) -> str | None:
         return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
     if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
         return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
-    return operations.why_not_triton(case.cache)
+    return operations.why_not_triton(spec.cache)
 
 
-def why_not_flash_attn(case: Case) -> str | None:
-    if case.cache.shape.block_size % 256:
-        return f"needs a block_size that is a multiple of 256, not {case.cache.shape.block_size}"
-    return _why_not_flash_head_dim(case) or _why_not_library(case, "flash_attn", "flash-attn")
+def why_not_flash_attn(spec: AttentionSpec) -> str | None:
+    if spec.cache.shape.block_size % 256:
+        return f"needs a block_size that is a multiple of 256, not {spec.cache.shape.block_size}"
+    return _why_not_flash_head_dim(spec) or _why_not_library(spec, "flash_attn", "flash-attn")
 
 
-def why_not_flash_attn_3(case: Case) -> str | None:
-    if reason := _why_not_flash_head_dim(case) or _why_not_library(case, "flash_attn_interface", "flash-attn-3"):
+def why_not_flash_attn_3(spec: AttentionSpec) -> str | None:
+    if reason := _why_not_flash_head_dim(spec) or _why_not_library(spec, "flash_attn_interface", "flash-attn-3"):
         return reason
-    major, minor = torch.cuda.get_device_capability(case.cache.data.device)
+    major, minor = torch.cuda.get_device_capability(spec.cache.data.device)
     if major not in (8, 9):
         return f"runs on GPUs of compute capability 8 and 9, not {major}.{minor}"
     return None
 
 
-def _why_not_flash_head_dim(case: Case) -> str | None:
-    head_dim = case.cache.shape.head_dim
+def _why_not_flash_head_dim(spec: AttentionSpec) -> str | None:
+    head_dim = spec.cache.shape.head_dim
     if head_dim % 8 or head_dim > 256:
         return f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
     return None
 
 
-def why_not_flashinfer(case: Case) -> str | None:
-    if case.cache.shape.head_dim not in (64, 128, 256):
-        return f"needs a head_dim of 64, 128 or 256, not {case.cache.shape.head_dim}"
-    return _why_not_library(case, "flashinfer", "flashinfer-python")
+def why_not_flashinfer(spec: AttentionSpec) -> str | None:
+    if spec.cache.shape.head_dim not in (64, 128, 256):
+        return f"needs a head_dim of 64, 128 or 256, not {spec.cache.shape.head_dim}"
+    return _why_not_library(spec, "flashinfer", "flashinfer-python")
 
 
-def why_not_xformers(case: Case) -> str | None:
-    shape = case.cache.shape
+def why_not_xformers(spec: AttentionSpec) -> str | None:
+    shape = spec.cache.shape
     if shape.block_size % 64:
         return f"needs a block_size that is a multiple of 64, not {shape.block_size}"
     if shape.head_dim not in (16, 32, 64, 128, 256):
         return f"needs a head_dim that is a power of two from 16 to 256, not {shape.head_dim}"
-    return _why_not_options(case) or _why_not_sinks(case) or _why_not_library(case, "xformers", "xformers")
+    return _why_not_options(spec) or _why_not_sinks(spec) or _why_not_library(spec, "xformers", "xformers")
 
 
-def _why_not_library(case: Case, module: str, package: str) -> str | None:
+def _why_not_library(spec: AttentionSpec, module: str, package: str) -> str | None:
     """Limits that the attention libraries have in common."""
-    if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
-    if case.ragged:
+    if spec.cache.shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not {spec.cache.shape.dtype}"
+    if spec.ragged:
         return "cannot leave out KV pairs of single heads, which the compression method asks for"
-    if case.observed:
+    if spec.observed:
         return "does not tell the attention probabilities, which the compression method adds up"
     if find_spec(module) is None:
         return f"needs the package {package}, which is not installed"
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed, to write the cache"
-    if not case.cache.data.is_cuda:
-        return f"runs on CUDA devices, not on {case.cache.data.device}"
+    if not spec.cache.data.is_cuda:
+        return f"runs on CUDA devices, not on {spec.cache.data.device}"
     return None
 
 
@@ -142,24 +142,24 @@ def _why_not_library(case: Case, module: str, package: str) -> str | None:
 class Entry:
     """module, type: where the backend is; it is imported only when it is asked for.
 
-    reads: quantized caches that it reads, whatever else a case has; with_residual: beside a residual, too. limits: the
-        reason why it cannot serve a case.
+    reads: quantized caches that it reads, whatever else a spec has; with_residual: beside a residual, too. limits: the
+        reason why it cannot serve a spec.
     """
 
     module: str
     type: str
-    limits: Callable[[Case], str | None]
+    limits: Callable[[AttentionSpec], str | None]
     reads: tuple[str, ...] = ()
     with_residual: bool = False
 
-    def why_not(self, case: Case) -> str | None:
-        """The reason why it cannot serve a case, None if it can."""
-        kv_format = case.cache.shape.kv_format
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """The reason why it cannot serve a spec, None if it can."""
+        kv_format = spec.cache.shape.kv_format
         if kv_format and kv_format.name not in self.reads:
             return f"does not read a KV cache of {kv_format.name}"
-        if case.residual and not self.with_residual:
+        if spec.residual and not self.with_residual:
             return "does not read kv_residual_tokens"
-        return self.limits(case)
+        return self.limits(spec)
 
 
 BACKENDS = {
@@ -167,7 +167,7 @@ BACKENDS = {
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
     "flash_attn_3": Entry("kvllm.attention.flash_attn_3", "FlashAttention3Backend", why_not_flash_attn_3),
     "flashinfer": Entry("kvllm.attention.flashinfer", "FlashInferBackend", why_not_flashinfer),
-    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
+    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda spec: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton, tuple(KV_FORMATS)),
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
@@ -188,11 +188,12 @@ def make_backend(
 ) -> AttentionBackend:
     """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
-    layers, ragged, observed, residual: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a
-    backend that cannot; and where only the reference reads a quantized cache, unless it is asked for.
+    layers, ragged, observed, residual: as in AttentionSpec.
+    Raises ConfigError for a name that is not in BACKENDS, for a backend that cannot serve the cache, and where only the
+    reference reads a quantized cache, unless it is asked for.
     """
-    case = Case(cache, num_query_heads, layers, ragged, observed, residual)
-    able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
+    spec = AttentionSpec(cache, num_query_heads, layers, ragged, observed, residual)
+    able = [other for other in FASTEST if BACKENDS[other].why_not(spec) is None]
     if not able:
         raise ConfigError(f"no attention backend for {cache.data.device} reads kv_residual_tokens: leave it out")
     if name == "auto":
@@ -204,18 +205,18 @@ def make_backend(
             )
     if name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}: use 'auto' or one of {', '.join(sorted(BACKENDS))}")
-    if reason := BACKENDS[name].why_not(case):
+    if reason := BACKENDS[name].why_not(spec):
         alternatives = " or ".join(repr(other) for other in able)
         raise ConfigError(f"the attention backend {name!r} {reason}: use {alternatives}")
     backend: type[AttentionBackend] = getattr(import_module(BACKENDS[name].module), BACKENDS[name].type)
     return backend(cache, num_query_heads, scale, layers)
 
 
-def explain(asked: str, case: Case) -> str:
+def explain(asked: str, spec: AttentionSpec) -> str:
     """The name of the backend that `make_backend` takes when `asked` for one, and why, for a log."""
     if asked != "auto":
         return f"{asked} (as asked)"
-    chosen = next(name for name in FASTEST if BACKENDS[name].why_not(case) is None)
-    faster = [name for name in FASTEST[: FASTEST.index(chosen)] if name != "cpu" or case.cache.data.is_cpu]
-    reasons = [f"{name} {BACKENDS[name].why_not(case)}" for name in faster]
+    chosen = next(name for name in FASTEST if BACKENDS[name].why_not(spec) is None)
+    faster = [name for name in FASTEST[: FASTEST.index(chosen)] if name != "cpu" or spec.cache.data.is_cpu]
+    reasons = [f"{name} {BACKENDS[name].why_not(spec)}" for name in faster]
     return f"{chosen} ({'; '.join(reasons) or 'the fastest here'})"

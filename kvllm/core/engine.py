@@ -14,7 +14,7 @@ from kvllm.core.output_processor import OutputProcessor, SequenceToken
 from kvllm.core.protocol import PhaseSeconds, PromptLogprobs, StepPlan, StepResult
 from kvllm.core.request import Request
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import ANONYMOUS, Origin, Sequence
+from kvllm.core.sequence import ANONYMOUS, Sequence, ServiceClass
 from kvllm.core.snapshot import EngineSnapshot, take_snapshot
 from kvllm.core.transition import Transition
 from kvllm.errors import WorkerError
@@ -81,7 +81,7 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
             stream: keep the text current at every step; otherwise it is set when a completion ends.
-            priority, tenant, cache_salt: see Origin.
+            priority, tenant, cache_salt: see ServiceClass.
 
         Returns:
             The output, still empty: the object that `step` returns as it grows.
@@ -91,8 +91,8 @@ class LLMEngine:
             ConfigError: `sampling_params` are no SamplingParams.
         """
         self.outputs.check_id(request_id)
-        origin = Origin(priority, tenant, cache_salt)
-        return self._add(self.inputs.new_request(request_id, prompt, sampling_params, stream, origin))
+        service_class = ServiceClass(priority, tenant, cache_salt)
+        return self._add(self.inputs.new_request(request_id, prompt, sampling_params, stream, service_class))
 
     def resume_request(
         self,
@@ -101,7 +101,7 @@ class LLMEngine:
         prompt_length: int,
         sampling_params: SamplingParams,
         seed: int,
-        origin: Origin = ANONYMOUS,
+        service_class: ServiceClass = ANONYMOUS,
     ) -> RequestOutput:
         """Queue a request that another engine has begun.
 
@@ -110,7 +110,9 @@ class LLMEngine:
                 output, `sampling_params.n` is 1.
             seed: the sequence's, which `sampling_params` need not bring.
         """
-        request = self.inputs.resumed_request(request_id, token_ids, prompt_length, sampling_params, seed, origin)
+        request = self.inputs.resumed_request(
+            request_id, token_ids, prompt_length, sampling_params, seed, service_class
+        )
         return self._add(request)
 
     def abort(self, request_id: str) -> None:

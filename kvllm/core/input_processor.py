@@ -14,7 +14,7 @@ from msgspec import structs
 from kvllm.config import EngineConfig, require
 from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.request import Request
-from kvllm.core.sequence import ANONYMOUS, Origin
+from kvllm.core.sequence import ANONYMOUS, ServiceClass
 from kvllm.errors import RequestError
 from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvllm.prompts import PROMPT_KEYS, Array, Prompt, check_keys
@@ -48,7 +48,12 @@ class InputProcessor:
         self._seeds = random.Random(config.seed)
 
     def new_request(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams, stream: bool, origin: Origin = ANONYMOUS
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        stream: bool,
+        service_class: ServiceClass = ANONYMOUS,
     ) -> Request:
         """A request whose completions are empty. Raises RequestError, and ConfigError for what is no SamplingParams."""
         check_sampling(sampling)
@@ -57,13 +62,13 @@ class InputProcessor:
         sampling = self._with_bad_words(sampling)
         self.check(token_ids, sampling)
         sampling = self._with_all_logprobs(sampling)
-        if isinstance(prompt, Mapping) and origin.cache_salt is None:
-            origin = structs.replace(origin, cache_salt=prompt.get("cache_salt"))
-        _check_origin(origin)
+        if isinstance(prompt, Mapping) and service_class.cache_salt is None:
+            service_class = structs.replace(service_class, cache_salt=prompt.get("cache_salt"))
+        _check_service_class(service_class)
         if sampling.structured_outputs is not None:
             self.check_grammar(sampling.structured_outputs)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        return self._make(request_id, text, token_ids, sampling, stream, seed, origin)
+        return self._make(request_id, text, token_ids, sampling, stream, seed, service_class)
 
     def resumed_request(
         self,
@@ -72,12 +77,12 @@ class InputProcessor:
         prompt_length: int,
         sampling: SamplingParams,
         seed: int,
-        origin: Origin,
+        service_class: ServiceClass,
     ) -> Request:
         """A request that another engine has begun: see `LLMEngine.resume_request`."""
         prompt, output = token_ids[:prompt_length], token_ids[prompt_length:]
         self.check(prompt, sampling, max_logprobs=-1)  # which the other engine has checked
-        request = self._make(request_id, None, prompt, sampling, False, seed, origin)
+        request = self._make(request_id, None, prompt, sampling, False, seed, service_class)
         request.output.outputs[0].token_ids += output
         return request
 
@@ -146,7 +151,7 @@ class InputProcessor:
         sampling: SamplingParams,
         stream: bool,
         seed: int,
-        origin: Origin,
+        service_class: ServiceClass,
     ) -> Request:
         output = RequestOutput(
             request_id=request_id,
@@ -166,7 +171,7 @@ class InputProcessor:
             max_length=self._max_length(len(token_ids), sampling.max_tokens),
             tail_start=0 if compression and compression.compress_prompt else None,
             stream=stream,
-            origin=origin,
+            service_class=service_class,
         )
 
     def _max_length(self, prompt_length: int, max_tokens: int | None) -> int:
@@ -234,8 +239,8 @@ def check_sampling(sampling: SamplingParams) -> None:
     require(isinstance(sampling, SamplingParams), "sampling_params", sampling, "they are of type SamplingParams")
 
 
-def _check_origin(origin: Origin) -> None:
-    priority, tenant, salt = origin.priority, origin.tenant, origin.cache_salt
+def _check_service_class(service_class: ServiceClass) -> None:
+    priority, tenant, salt = service_class.priority, service_class.tenant, service_class.cache_salt
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_INTEGER:
         raise RequestError(f"priority={priority!r} is not allowed: an integer of 64 bits, a lower one runs first")
     if not isinstance(tenant, str) or not is_unicode(tenant):

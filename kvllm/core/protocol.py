@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct, field, msgpack
 
-from kvllm.core.sequence import Origin
+from kvllm.core.sequence import ServiceClass
 from kvllm.core.tables import TableStart
 from kvllm.sampling_params import SamplingParams
 
@@ -27,7 +27,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
 
     token_ids: all tokens so far; the first `prompt_length` of them are the prompt.
     logical_length: of these, the tokens that are computed (prefix cache hit, or what came back from the host).
-    origin: for the scheduler of a replica; ranks do not need it.
+    service_class: for the scheduler of a replica; ranks do not need it.
     tables: for each part of the KV groups, with blocks for tokens that this plan computes.
     """
 
@@ -37,7 +37,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     logical_length: int
     sampling: SamplingParams
     seed: int
-    origin: Origin = Origin()
+    service_class: ServiceClass = ServiceClass()
     tables: list[TableStart] = []
 
 

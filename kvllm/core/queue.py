@@ -182,7 +182,7 @@ class FairQueue:
             self._tenants[seq.tenant] = tenant
         highest = tenant.settings.max_priority
         if highest is not None and seq.priority < highest:
-            seq.origin = structs.replace(seq.origin, priority=highest)
+            seq.service_class = structs.replace(seq.service_class, priority=highest)
         if not tenant.num_unfinished:
             tenant.service = max(tenant.service, self._least)
             self._activate(tenant, 1)

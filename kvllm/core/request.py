@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvllm.core.sequence import ANONYMOUS, Origin, Sequence, fork_seed
+from kvllm.core.sequence import ANONYMOUS, Sequence, ServiceClass, fork_seed
 from kvllm.core.text import CompletionText
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import RequestOutputKind, SamplingParams
@@ -16,7 +16,7 @@ class Request:
     """The output that the caller holds, and the sequences that still run.
 
     seq_id, seed: of the first completion's sequence; the others' follow from them.
-    max_length, tail_start, origin: as in Sequence.
+    max_length, tail_start, service_class: as in Sequence.
     stream: keep the text current at every step.
     sequences: the unfinished ones, by index of the completion. Before the prompt is computed there is one alone, from
         which the others branch off.
@@ -26,12 +26,12 @@ class Request:
 
     __slots__ = (
         "max_length",
-        "origin",
         "output",
         "sampling",
         "seed",
         "seq_id",
         "sequences",
+        "service_class",
         "shown_lengths",
         "stream",
         "tail_start",
@@ -48,7 +48,7 @@ class Request:
         max_length: int,
         tail_start: int | None,
         stream: bool,
-        origin: Origin = ANONYMOUS,
+        service_class: ServiceClass = ANONYMOUS,
     ) -> None:
         self.output = output
         self.sampling = sampling
@@ -57,7 +57,7 @@ class Request:
         self.max_length = max_length
         self.tail_start = tail_start
         self.stream = stream
-        self.origin = origin
+        self.service_class = service_class
         self.sequences: dict[int, Sequence] = {}
         self.texts: list[CompletionText] = []
         self.shown_lengths = [(0, 0)] * sampling.n
@@ -120,7 +120,7 @@ class Request:
             index=index,
             forks=forks,
             tail_start=self.tail_start,
-            origin=self.origin,
+            service_class=self.service_class,
             metrics=self.output.metrics,
         )
         seq.extend(self.output.outputs[index].token_ids)

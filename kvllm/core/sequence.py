@@ -19,8 +19,8 @@ def fork_seed(seed: int, index: int) -> int:
     return seed ^ (index << 32)
 
 
-class Origin(Struct, array_like=True, frozen=True):
-    """The circumstances of a request that its prompt and its options do not tell.
+class ServiceClass(Struct, array_like=True, frozen=True):
+    """Whom a request belongs to, when it gets its turn, and with whom it shares cached prefixes.
 
     priority: a request of lower priority number runs first.
     tenant: the name of whom the request belongs to. Requests of one tenant share a quota.
@@ -33,7 +33,7 @@ class Origin(Struct, array_like=True, frozen=True):
     cache_salt: str | None = None
 
 
-ANONYMOUS = Origin()
+ANONYMOUS = ServiceClass()
 
 
 class Sequence:
@@ -75,7 +75,6 @@ class Sequence:
         "max_length",
         "metrics",
         "missing",
-        "origin",
         "preempted_length",
         "preemptions",
         "prompt_length",
@@ -86,6 +85,7 @@ class Sequence:
         "scored_from",
         "seed",
         "seq_id",
+        "service_class",
         "settles_at",
         "tables",
         "tail_start",
@@ -106,7 +106,7 @@ class Sequence:
         index: int = 0,
         forks: int = 0,
         tail_start: int | None = None,
-        origin: Origin = ANONYMOUS,
+        service_class: ServiceClass = ANONYMOUS,
         metrics: RequestMetrics | None = None,
     ) -> None:
         """
@@ -124,7 +124,7 @@ class Sequence:
         self.max_length = max_length
         self.sampling = sampling
         self.seed = seed
-        self.origin = origin
+        self.service_class = service_class
         self.metrics = metrics or RequestMetrics()
         self.forks_pending = forks
         self.tail_start = self.prompt_length if tail_start is None else tail_start
@@ -159,15 +159,15 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        return self.origin.priority
+        return self.service_class.priority
 
     @property
     def tenant(self) -> str:
-        return self.origin.tenant
+        return self.service_class.tenant
 
     @property
     def cache_salt(self) -> str | None:
-        return self.origin.cache_salt
+        return self.service_class.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -288,7 +288,7 @@ class Sequence:
             max_length=self.max_length,
             index=index,
             tail_start=self.tail_start,
-            origin=self.origin,
+            service_class=self.service_class,
             metrics=self.metrics,
         )
         child.tables = [table.fork() for table in self.tables]

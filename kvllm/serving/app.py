@@ -68,7 +68,7 @@ def make_app(state: ServerState) -> ASGIApp:
     if state.options.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", information.tokenizer_info))
     # Without Starlette's own middleware, which would answer errors in a shape of its own.
-    app = Gate(Router(routes, redirect_slashes=False), state)
+    app = Middleware(Router(routes, redirect_slashes=False), state)
     # Outside of the gate: browsers ask for leave without a key, and read errors only with these headers.
     cors = state.options.cors
     return app if cors is None else CORSMiddleware(app, expose_headers=EXPOSED, **asdict(cors))
@@ -83,7 +83,7 @@ def _by_method(path: str, **handlers: Handler) -> Route:
     return Route(path, handle, methods=list(handlers))
 
 
-class Gate:
+class Middleware:
     """All that a request passes before and after its route. Only errors leave it as answers, no exceptions."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:

@@ -21,7 +21,7 @@ from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.capacity import check_pool
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.sampling_params import SamplingParams
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.executor import SimulatedExecutor, SimulatedSeconds
@@ -139,7 +139,7 @@ class _Simulation:
         self.stats = EngineStats(num_blocks=config.num_blocks)
         self.scheduler = Scheduler(config, self.stats)
         self.executor = SimulatedExecutor(cost, config, recalled_pairs)
-        self.origins = {tenant: Origin(tenant=tenant) for tenant in tenants}
+        self.service_classes = {tenant: ServiceClass(tenant=tenant) for tenant in tenants}
         self.coming = {tenant: deque[int]() for tenant in tenants}
         for index, tenant in enumerate(tenants):
             self.coming[tenant].append(index)
@@ -184,9 +184,9 @@ class _Simulation:
                 if self.scheduler.waiting.num_waiting(tenant) >= self.config.max_num_seqs:
                     break
                 self.left -= 1
-                self._add(coming.popleft(), self.origins[tenant])
+                self._add(coming.popleft(), self.service_classes[tenant])
 
-    def _add(self, index: int, origin: Origin) -> None:
+    def _add(self, index: int, service_class: ServiceClass) -> None:
         prompt, output = self.lengths[index]
         tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
         seq = Sequence(
@@ -196,7 +196,7 @@ class _Simulation:
             GREEDY,
             max_length=prompt + output,
             tail_start=tail_start,
-            origin=origin,
+            service_class=service_class,
         )
         self.scheduler.longest_of(seq)
         self.scheduler.add(seq)

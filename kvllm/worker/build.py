@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 
 from kvllm.attention.base import AttentionBackend
-from kvllm.attention.registry import Case, explain, make_backend
+from kvllm.attention.registry import AttentionSpec, explain, make_backend
 from kvllm.compression.gates import read_gates
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.registry import METHODS
@@ -75,8 +75,8 @@ class Loaded(Struct, frozen=True):
     @staticmethod
     def of(settings: RunnerSettings, runner: ModelRunner) -> Loaded:
         backend, demands = runner.backend, _demands(settings.engine)
-        case = Case(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
-        chosen = explain(settings.attention_backend, case)
+        spec = AttentionSpec(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
+        chosen = explain(settings.attention_backend, spec)
         warnings = [*_warnings(settings, runner, chosen)]
         return Loaded(runner.cache.num_blocks, chosen, warnings, runner.model.weights_note)
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+from msgspec.structs import replace
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig
@@ -17,6 +18,7 @@ from kvllm.core.protocol import (
     Load,
     PartJob,
     PrefillChunk,
+    ScoringStart,
     SequenceStart,
     StepPlan,
 )
@@ -31,8 +33,9 @@ from kvllm.worker.model_runner import ModelRunner
 GIB = 1 << 30
 DRIVER_PIECE = 2 << 20
 """Bytes in which a driver takes memory: a graph that fits into a piece which is there already shows none."""
-SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, allowed_token_ids=[0])
 """The kind that takes most memory: logits are copied before they are changed."""
+LEAST_LOGPROBS = 20
 
 
 def fitting_blocks(
@@ -136,7 +139,9 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
         tensor[:, :, 0] = 0
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
-        for plan in (*_prefill(config), *_events(config), StepPlan(reset=True)):  # zeros teach nothing
+        # One sequence alone has log probabilities of most tokens of its prompt computed at once. Zeros teach nothing.
+        prefills = (*_prefill(config, seqs), *_prefill(config, 1))
+        for plan in (*prefills, *_events(config), StepPlan(reset=True)):
             runner.execute(plan)
 
 
@@ -151,16 +156,19 @@ def run_largest_transfers(runner: ModelRunner) -> None:
             runner.execute(plan)
 
 
-def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
-    """As many tokens, and as many sequences that sample, as a step can have, with the widest block tables: what
-    attention writes for each part of a table grows with the longest one, for all sequences."""
-    num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len - 1)
-    lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
+def _prefill(config: EngineConfig, num_seqs: int) -> Iterator[StepPlan]:
+    """As many tokens as a step can have, of so many sequences that sample, with the widest block tables: what attention
+    writes for each part of a table grows with the longest one, for all sequences. Their scores are added up, if that is
+    how windows are scored."""
+    num_tokens = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+    lengths = [config.max_model_len - 1] + [num_tokens] * (num_seqs - 1)
+    observes = config.active_compression is not None and config.active_compression.observes_scores
     yield StepPlan(
         new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
+        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if observes],
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
-    yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
+    yield StepPlan(dropped_seq_ids=list(range(num_seqs)))
 
 
 def _events(config: EngineConfig) -> Iterator[StepPlan]:
@@ -209,7 +217,9 @@ def _start(seq_id: int, computed: int, length: int, config: EngineConfig, room: 
     for group in config.kv_groups:
         first = group.first_block(computed, size)
         tables += [TableStart(first * size, [0] * (-(-room // size) - first))] * len(group.parts)
-    return SequenceStart(seq_id, [0] * length, length, computed, SAMPLING, seq_id, tables=tables)
+    most = max(config.max_logprobs, LEAST_LOGPROBS)
+    sampling = replace(SAMPLING, logprobs=most, prompt_logprobs=most)
+    return SequenceStart(seq_id, [0] * length, length, computed, sampling, seq_id, tables=tables)
 
 
 def _peak(run: Callable[[], None]) -> int:

@@ -254,7 +254,8 @@ def test_scores_of_windows(options: str) -> None:
 @pytest.mark.parametrize("options", ["plain", "soft cap", "sinks"])
 @pytest.mark.parametrize("windows", attention_cases.WINDOWS, ids=str)
 def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, options: str) -> None:
-    """A sequence's tokens one by one through the kernel, and in chunks through the second product."""
+    """A sequence's tokens one by one through the kernel, and in chunks through the second product: one for all whole
+    windows, and one for each that a chunk cuts."""
     case = make_case([list(range(700))], group=2, head_dim=32)
     case = with_options(case, attention_cases.OPTIONS[options])
     backend, start = case.backend("cpu"), torch.tensor([16], dtype=torch.int32)
@@ -266,6 +267,7 @@ def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, o
         chunks = (ScoredChunk(0, 0, end - begin, begin, 16),)
         batch = AttentionBatch(loc, index, case.batch.block_tables, windows=windows, scored_chunks=chunks)
         plan = backend.plan(replace(batch, window_start=window_start))
+        assert not isinstance(backend, ScoringBackend) or len(plan[1]) <= 4
         backend.run(0, case.queries[begin:end], plan, case.sinks)
 
     case.cache.scores = torch.full((1, case.cache.num_blocks, 2, 16), torch.nan)
@@ -274,7 +276,7 @@ def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, o
     expected = case.cache.scores[0, block, :, offset]
     assert not expected[scored].isnan().any() and expected[~scored].isnan().all()
     scoring = ScoringBackend(backend, make_operations(case.cache))
-    for chunk in (1, 7, 50, 200):
+    for chunk in (1, 7, 50, 200, 700):
         case.cache.scores.fill_(torch.nan)
         for begin in range(0, 700, chunk):
             run(scoring, begin, min(begin + chunk, 700))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvllm.config import CompressionConfig, EngineConfig, TenantConfig
 from kvllm.core.queue import FairQueue
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from tests.core.test_scheduler import Harness, engine_config
@@ -88,7 +88,9 @@ def test_with_one_tenant_and_one_priority_plans_are_first_come_first_served(name
 
 
 def sequence(seq_id: int, tenant: str = "", priority: int = 0) -> Sequence:
-    return Sequence(seq_id, str(seq_id), [0], SamplingParams(), max_length=9, origin=Origin(priority, tenant))
+    return Sequence(
+        seq_id, str(seq_id), [0], SamplingParams(), max_length=9, service_class=ServiceClass(priority, tenant)
+    )
 
 
 def taken(queue: FairQueue, cost: float = 1.0) -> list[int]:

@@ -14,7 +14,7 @@ from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, LayerGroup, TenantConfig
 from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.errors import RequestError
 from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, has_full, make_groups
 from kvllm.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ class Harness:
             max_length=len(prompt) + max_tokens,
             forks=n - 1,
             tail_start=0 if compression and compression.compress_prompt else None,
-            origin=Origin(priority, tenant),
+            service_class=ServiceClass(priority, tenant),
         )
         if self.scheduler.planner:
             self.scheduler.planner.policy.check(len(prompt), sampling)
@@ -98,7 +98,7 @@ class Harness:
             index=seq.index,
             forks=seq.forks_pending,
             tail_start=seq.tail_start,
-            origin=seq.origin,
+            service_class=seq.service_class,
         )
         fresh.extend(output)
         return fresh

@@ -11,7 +11,7 @@ import pytest
 
 from kvllm.config import EngineConfig, TenantConfig
 from kvllm.core.engine import LLMEngine
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.core.spans import kept_spans
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class Replicas:
             prompt,
             sampling,
             max_length=len(prompt) + max_tokens,
-            origin=Origin(priority, tenant),
+            service_class=ServiceClass(priority, tenant),
         )
         self.dispatcher.add(seq)
         self.num_added += 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Router, needed_blocks
@@ -170,7 +170,7 @@ def test_a_replica_whose_requests_were_all_aborted_has_room() -> None:
                 SamplingParams(),
                 seed=i,
                 max_length=32,
-                origin=Origin(tenant="ab"[i % 2]),
+                service_class=ServiceClass(tenant="ab"[i % 2]),
             )
             for i in range(8)
         ]

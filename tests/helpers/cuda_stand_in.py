@@ -5,15 +5,18 @@ Programs for a GPU run on it as they are, kernels in Triton's interpreter, and w
 - Operands on different devices, other than single numbers of the CPU.
 - Memory of the host that changes while a copy from it may still be under way. What is copied to the host without
   waiting arrives when an event behind it is waited for, and is garbage before.
-- Tensors that another stream has made, and that were not waited for.
 - In the capture of a graph, whatever waits for the device or copies from or to the host.
+- Memory that one stream reads while another one may still write it, or writes while another one may still use it, or
+  that is given back while a stream other than its own may still use it.
 
 A graph's replay repeats operations on tensors, not the Python code around them, and begins with the memory of all
-graphs overwritten. `Device.waits`, `downloads` and `replays` tell what a program did.
+graphs overwritten. `Device.waits`, `downloads` and `replays` tell what a program did, `Device.streams` what memory its
+tensors have. Threads that are started meanwhile have the device, too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kvllm.worker import transfer
+from tests.helpers.device_memory import Storage
+from tests.helpers.device_streams import Stream, Streams
+
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default: 0, aten.copy_.default: 1}
 """Which argument is the source."""
@@ -34,20 +41,23 @@ GARBAGE = 0x7F  # as bytes: a large number, in integers and in floating point
 
 
 class DeviceTensor(torch.Tensor):
-    """held: the content, a tensor on the CPU. made: by which operation of a stream.
+    """held: the content, a tensor on the CPU. memory: where it is, None if it is empty.
 
     To torch's C++ code it is on the meta device: without CUDA that cannot switch to a CUDA device.
     """
 
     held: torch.Tensor
-    made: tuple[Stream, int] | None = None
+    memory: Storage | None
     device = property(lambda self: torch.device("cuda", 0))
     is_cuda = True
     is_meta = is_cpu = False
-    record_stream = lambda self, stream: None  # noqa: E731
+
+    def record_stream(self, stream: Stream) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.memory:
+            self.memory.recorded.append(stream.number)
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> DeviceTensor:
+    def __new__(cls, held: torch.Tensor, memory: Storage | None) -> DeviceTensor:
         with torch.inference_mode(False):  # views of tensors from outside of it could not be wrapped
             tensor = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -57,7 +67,7 @@ class DeviceTensor(torch.Tensor):
                 dtype=held.dtype,
                 device="meta",
             )
-        tensor.held = held
+        tensor.held, tensor.memory = held, memory
         return tensor
 
     @classmethod
@@ -82,24 +92,6 @@ def overwrite(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().fill_(GARBAGE)
 
 
-class Stream:
-    """work: how many operations it has got. seen: how many of those of other streams it has waited for."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.work = 0
-        self.seen: dict[Stream, int] = {}
-
-    def wait_stream(self, other: Stream) -> None:
-        self.seen[other] = other.work
-
-    def check(self, tensors: list[torch.Tensor]) -> None:
-        """Whatever an operation here reads has been made here, or was waited for."""
-        for tensor in tensors:
-            if isinstance(tensor, DeviceTensor) and tensor.made:
-                stream, number = tensor.made
-                assert stream is self or self.seen.get(stream, 0) >= number, "made on a stream that was not waited for"
-
-
 @dataclass(eq=False)
 class Graph:
     """operations: each repeats one that was captured. memory: what the capture has allocated."""
@@ -119,63 +111,52 @@ class Graph:
                 operation()
 
 
-class Event:
-    """device: set where this takes the place of torch's."""
+@dataclass
+class Copy:
+    """A copy between host and device that nobody waited for, by an operation of a stream at some time.
 
-    device: Device
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.num_copies = 0
-
-    def record(self) -> None:
-        self.num_copies = len(self.device.copies)
-
-    def synchronize(self) -> None:
-        self.device.complete(self.num_copies)
-
-    def elapsed_time(self, later: Event) -> float:
-        return 1.0
-
-
-class Device(TorchDispatchMode):
-    """waits: what made the host wait for the device, other than events. downloads: copies to the host.
-
-    copies: what happens at the end of each copy that nobody waited for, of which `num_complete` have ended.
+    address: of the host's memory. finish: what happens at its end.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-        self.downloads = self.replays = 0
-        self.copies: list[Callable[[], Any]] = []
-        self.num_complete = 0
-        self.graphs: list[Graph] = []
-        self._pinned: dict[int, torch.Tensor] = {}
-        self._capturing: Graph | None = None
-        self.stream = Stream()
+    stream: int
+    time: int
+    address: int
+    finish: Callable[[], Any]
 
-    @contextmanager
-    def on_stream(self, stream: Stream | None) -> Iterator[None]:
-        before, self.stream = self.stream, stream or self.stream
-        try:
-            yield
-        finally:
-            self.stream = before
+
+class Operations(TorchDispatchMode):
+    """Gives the operations of a thread to a device."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # for the operations that it consists of
+            with Operations(self.device):  # for the operations that it consists of
                 return func.decompose(*args, **kwargs)
-        self.stream.check(tensors_in((args, kwargs)))
-        self.stream.work += 1
-        result = self._dispatch(func, args, kwargs)
-        for tensor in tensors_in(result):
-            if isinstance(tensor, DeviceTensor) and not tensor.made:
-                tensor.made = self.stream, self.stream.work
-        return result
+        with self.device.lock:
+            return self.device.operate(func, args, kwargs)
 
-    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+
+class Device:
+    """waits: what made the host wait for the device, other than events. downloads: copies to the host.
+
+    copies: those under way.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.downloads = self.replays = 0
+        self.copies: list[Copy] = []
+        self.graphs: list[Graph] = []
+        self.streams = Streams(lambda: self._finish(lambda copy: copy.time <= self.streams.host[copy.stream]))
+        self.lock = threading.RLock()
+        self._pinned: dict[int, tuple[torch.Tensor, Storage]] = {}
+        self._capturing: Graph | None = None
+
+    def operate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = any(isinstance(tensor, DeviceTensor) for tensor in tensors_in((args, kwargs)))
         pinned, target = kwargs.pop("pin_memory", None), kwargs.get("device")
         # Numbers that are assigned to elements are put where torch believes the tensor to be.
@@ -202,6 +183,8 @@ class Device(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_args, plain_kwargs = tree_map(held, args), tree_map(held, kwargs)
+        if not self._capturing:
+            self._note(func, plain_args, plain_kwargs)
         result = func(*plain_args, **plain_kwargs)
         if self._capturing:
             self._record(self._capturing, func, plain_args, plain_kwargs, result)
@@ -210,24 +193,37 @@ class Device(TorchDispatchMode):
         def wrapped(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return known[id(value)] if id(value) in known else DeviceTensor(value)
+            return known[id(value)] if id(value) in known else self._wrap(value, is_written=is_written)
 
+        is_written = not self._capturing and "empty" not in func.name()
         return tree_map(wrapped, result)
+
+    def _wrap(self, value: torch.Tensor, *, is_written: bool = True) -> DeviceTensor:
+        return DeviceTensor(value, self.streams.memory(value, is_written=is_written))
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        with _disable_current_modes():
+            self.streams.note(func, args, kwargs)
 
     def launch(self, start: Callable[..., None], executor: Any, args: Any, kwargs: Any) -> None:
         """Run a kernel of Triton's interpreter, which `start` starts."""
         tensors = tensors_in((args, kwargs))
         assert all(isinstance(tensor, DeviceTensor) for tensor in tensors), f"{executor.fn} of tensors on the CPU"
-        self.stream.check(tensors)
         plain_args, plain_kwargs = tree_map(held, args), tree_map(held, kwargs)
 
         def run() -> None:
             with _disable_current_modes():
                 start(executor, *plain_args, **plain_kwargs)
 
-        run()
+        def run_on_stream() -> None:
+            with self.streams.running(executor.fn, tensors_in((plain_args, plain_kwargs))):
+                run()
+
         if self._capturing:
-            self._capturing.operations.append(run)
+            run()
+            self._capturing.operations.append(run_on_stream)
+        else:
+            run_on_stream()
 
     # Copies between host and device
 
@@ -241,12 +237,16 @@ class Device(TorchDispatchMode):
             return self._compute(func, args, kwargs)
         assert not self._capturing, "a copy between host and device in the capture of a graph"
         waits = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-        result = func(*tree_map(held, args), **kwargs)
+        plain = tree_map(held, args)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(plain)}
+        self._finish(lambda copy: copy.address in addresses)  # it comes after those before it from and to that memory
+        self._note(func, plain, kwargs)
+        result = func(*plain, **kwargs)
         if on_device:
             self._uploaded(source, waits)
         else:
             self._downloaded(result, waits)
-        return args[0] if func is aten.copy_.default else DeviceTensor(result) if on_device else result
+        return args[0] if func is aten.copy_.default else self._wrap(result) if on_device else result
 
     def _uploaded(self, source: torch.Tensor, waits: bool) -> None:
         if waits or not self._is_pinned(source):
@@ -257,7 +257,7 @@ class Device(TorchDispatchMode):
         def check() -> None:
             assert bytes_of(source) == before, "the host's memory was overwritten while the device was reading it"
 
-        self.copies.append(check)
+        self._copying(source, check)
 
     def _downloaded(self, target: torch.Tensor, waits: bool) -> None:
         self.downloads += 1
@@ -265,22 +265,38 @@ class Device(TorchDispatchMode):
             self.wait("a copy to the host")
             return
         arriving = target.clone()
-        overwrite(target)
-        self.copies.append(lambda: target.copy_(arriving))
+        target.view(-1).view(torch.uint8).fill_(GARBAGE)
+        self._copying(target, lambda: target.copy_(arriving))
 
-    def complete(self, num_copies: int) -> None:
-        """The device has come to the end of so many copies."""
-        while self.num_complete < num_copies:
-            self.num_complete += 1
-            self.copies[self.num_complete - 1]()
+    def _copying(self, host: torch.Tensor, finish: Callable[[], Any]) -> None:
+        stream = self.streams.current
+        self.copies.append(
+            Copy(stream.number, int(stream.clock[stream.number]), host.untyped_storage().data_ptr(), finish)
+        )
+
+    def _finish(self, is_over: Callable[[Copy], bool]) -> None:
+        with self.lock:
+            over = [copy for copy in self.copies if is_over(copy)]
+            self.copies = [copy for copy in self.copies if copy not in over]
+            with _disable_current_modes(), torch.inference_mode():
+                for copy in over:
+                    copy.finish()
 
     def wait(self, reason: str) -> None:
+        """The host waits for the current stream."""
         assert not self._capturing, f"{reason} in the capture of a graph"
         self.waits.append(reason)
-        self.complete(len(self.copies))
+        self.streams.join_host(self.streams.current.clock)
+
+    def synchronize(self, *_: Any) -> None:
+        for stream in self.streams.all:
+            self.streams.join_host(stream.clock)
+        self.wait("synchronize")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address and address not in self._pinned:
+            self._pinned[address] = tensor, self.streams.host_memory(tensor)
         return tensor
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -300,7 +316,12 @@ class Device(TorchDispatchMode):
 
     def _record(self, graph: Graph, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(each.alias_info and each.alias_info.is_write for each in func._schema.arguments):
-            graph.operations.append(lambda: func(*args, **kwargs))
+
+            def write() -> None:
+                self._note(func, args, kwargs)
+                func(*args, **kwargs)
+
+            graph.operations.append(write)
             return
         if any(each.alias_info for each in func._schema.returns):
             return  # a view of what is there
@@ -308,6 +329,7 @@ class Device(TorchDispatchMode):
         graph.memory += outputs
 
         def repeat() -> None:
+            self._note(func, args, kwargs)
             for output, value in zip(outputs, tensors_in(func(*args, **kwargs)), strict=True):
                 output.copy_(value)
 
@@ -331,23 +353,41 @@ class Calls(TorchFunctionMode):
 @contextmanager
 def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
     """As long as this lasts, torch has a CUDA device of so many bytes. Kernels need Triton in its interpreter."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    device, start = Device(), GridExecutor.__call__
+    device, start, run_thread = Device(), GridExecutor.__call__, threading.Thread.run
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    streams = device.streams
+
+    def reset_peak(*_: Any) -> None:
+        streams.peak_bytes = streams.live_bytes
+
+    def run_on_device(thread: threading.Thread) -> None:
+        with Operations(device), Calls():
+            run_thread(thread)
+
+    def noted_load(builder: Any, pointers: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        streams.note_pointers(pointers.data, mask.data, writes=False)
+        return load(builder, pointers, mask, *args, **kwargs)
+
+    def noted_store(builder: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
+        streams.note_pointers(pointers.data, mask.data, writes=True)
+        return store(builder, pointers, value, mask, *args)
+
     functions = {
         "is_available": lambda: True,
         "get_device_capability": lambda *_: (0, 0),  # too old for compiled operators
-        "mem_get_info": lambda *_: (memory, memory),
-        "memory_allocated": lambda *_: 0,
-        "max_memory_allocated": lambda *_: 0,
-        "reset_peak_memory_stats": lambda *_: None,
+        "mem_get_info": lambda *_: (memory - streams.live_bytes, memory),
+        "memory_allocated": lambda *_: streams.live_bytes,
+        "max_memory_allocated": lambda *_: streams.peak_bytes,
+        "reset_peak_memory_stats": reset_peak,
         "empty_cache": lambda: None,
-        "synchronize": lambda *_: device.wait("synchronize"),
+        "synchronize": device.synchronize,
         "graph_pool_handle": lambda: None,
-        "Stream": Stream,
-        "stream": device.on_stream,
-        "current_stream": lambda *_: device.stream,
-        "Event": type("Event", (Event,), {"device": device}),
+        "Stream": streams.stream_type,
+        "stream": streams.use,
+        "current_stream": lambda *_: streams.current,
+        "Event": streams.event_type,
         "CUDAGraph": Graph,
         "graph": device.capture,
         "_lazy_init": lambda: None,
@@ -358,8 +398,14 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: device.pin(tensor.clone())))
         launch = lambda executor, *args, **kwargs: device.launch(start, executor, args, kwargs)  # noqa: E731
         stack.enter_context(patch.object(GridExecutor, "__call__", launch))
+        stack.enter_context(patch.object(InterpreterBuilder, "create_masked_load", noted_load))
+        stack.enter_context(patch.object(InterpreterBuilder, "create_masked_store", noted_store))
+        stack.enter_context(patch.object(threading.Thread, "run", run_on_device))
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") begins on the CPU
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        with device, Calls():
+        stack.enter_context(streams.following_threads())
+        stack.callback(transfer._upload_stream.cache_clear)  # it ends with its device
+        with Operations(device), Calls():
             yield device
-        device.complete(len(device.copies))
+            device.synchronize()
+        assert not streams.races, streams.races

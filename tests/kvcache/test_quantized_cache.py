@@ -10,7 +10,7 @@ import torch
 
 from kvllm._extension import operator
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
@@ -344,7 +344,9 @@ def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
     for dtype in ("auto", "int8", "int6_int4", "int4", "int6_int4_hadamard", "int4_hadamard"):
         for salt in (None, "a"):
-            seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
+            seq = Sequence(
+                0, "0", list(range(8)), SamplingParams(), max_length=20, service_class=ServiceClass(cache_salt=salt)
+            )
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)
             hashes += seq.block_hashes
     assert len(set(hashes)) == len(hashes) == 12

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -273,20 +273,36 @@ def test_a_download_arrives_at_its_event() -> None:
 
 
 def test_what_another_stream_makes_must_be_waited_for() -> None:
-    with stand_in():
-        uploads, here = torch.cuda.Stream(), torch.cuda.current_stream()
-        with torch.cuda.stream(uploads):
-            found = torch.ones(3).pin_memory().to("cuda:0", non_blocking=True)
-        with pytest.raises(AssertionError, match="not waited for"):
-            found + 1
-        here.wait_stream(uploads)
-        assert (found + 1).tolist() == [2, 2, 2]
+    for waits in (True, False):
+        with nullcontext() if waits else pytest.raises(AssertionError, match="nothing orders them"), stand_in():
+            uploads, here = torch.cuda.Stream(), torch.cuda.current_stream()
+            with torch.cuda.stream(uploads):
+                found = torch.ones(3).pin_memory().to("cuda:0", non_blocking=True)
+            found.record_stream(here)
+            if waits:
+                here.wait_stream(uploads)
+            assert (found + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_is_not_given_back_while_another_stream_uses_it(recorded: bool) -> None:
+    with nullcontext() if recorded else pytest.raises(AssertionError, match="is given back while"), stand_in():
+        numbers, other = torch.ones(3, device="cuda"), torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            more = numbers + 1
+        if recorded:
+            numbers.record_stream(other)
+        del numbers
+        torch.cuda.current_stream().wait_stream(other)
+        assert more.tolist() == [2, 2, 2]
 
 
 def test_an_early_upload_does_not_queue_behind_a_pass() -> None:
     with stand_in() as device:
         found = to_device_early([1, 2], torch.device("cuda", 0))
-        assert isinstance(found, DeviceTensor) and found.made and found.made[0] is not device.stream
+        assert isinstance(found, DeviceTensor) and found.memory
+        assert found.memory.stream != device.streams.current.number
         assert (found + 1).tolist() == [2, 3] and not device.waits[:-1]
 
 

@@ -209,4 +209,4 @@ class Dispatcher:
 def _start(seq: Sequence) -> SequenceStart:
     """A sequence goes on alone, unless other completions of its request are still to branch off from it."""
     sampling = structs.replace(seq.sampling, n=1 + seq.forks_pending)
-    return SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, 0, sampling, seq.seed, seq.origin)
+    return SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, 0, sampling, seq.seed, seq.service_class)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvllm.config import EngineConfig
 from kvllm.core.input_processor import InputProcessor
 from kvllm.core.output_processor import OutputProcessor
-from kvllm.core.sequence import Origin, Sequence
+from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.core.snapshot import EngineSnapshot
 from kvllm.core.transition import Transition
 from kvllm.distributed.replicas.dispatcher import Dispatcher
@@ -60,8 +60,8 @@ class DataParallelEngine:
     ) -> RequestOutput:
         """See LLMEngine."""
         self.outputs.check_id(request_id)
-        origin = Origin(priority, tenant, cache_salt)
-        request = self.inputs.new_request(request_id, prompt, sampling_params, stream, origin)
+        service_class = ServiceClass(priority, tenant, cache_salt)
+        request = self.inputs.new_request(request_id, prompt, sampling_params, stream, service_class)
         self.outputs.prepare(request)
         request.limit(self.dispatcher.longest_of(request.sequences[0]))
         with self._transition():

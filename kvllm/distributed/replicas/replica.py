@@ -89,7 +89,7 @@ class Reporter:
                 start.prompt_length,
                 start.sampling,
                 start.seed,
-                start.origin,
+                start.service_class,
             )
         except RequestError as error:
             refused = Sampled([(start.seq_id, SampledToken(0, error=str(error)))])

@@ -53,7 +53,7 @@ class Router:
         """Choose the replica for a request, and promise it the blocks. None: there is nothing to choose from.
 
         token_ids: the prompt and any output. num_sequences: completions that branch off from these.
-        cache_salt: see Origin. replicas: to choose from. Default: those that have room.
+        cache_salt: see ServiceClass. replicas: to choose from. Default: those that have room.
         """
         replicas = self.open_replicas() if replicas is None else replicas
         if not replicas:

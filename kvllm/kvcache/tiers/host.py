@@ -179,8 +179,8 @@ class HostStore:
             self.layout.unpack(records, cache, self._ids([block for block, _ in held[piece]]))
 
     def _ids(self, blocks: list[int]) -> torch.Tensor:
-        on_gpu = self.device.type == "cuda"
-        return torch.tensor(blocks, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=on_gpu)
+        ids = torch.tensor(blocks)
+        return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
 
 def _cancel(tickets: list[Ticket]) -> None:

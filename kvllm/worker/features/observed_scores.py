@@ -7,6 +7,7 @@ output is scored, whose blocks no other sequence scores in: what it shares with 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -193,6 +194,23 @@ class ObservedScores(StepFeature):
             fields["scored_chunks"] = of_part
 
 
+@dataclass(frozen=True)
+class ScoredWindows:
+    """Windows W of a pass that are alike: as many query tokens T, equally far from the beginning, to as many keys K.
+
+    rows: int64 `[W * T]`, of the batch's query tokens. tables: int32 `[W, n]`, blocks from a window's first on.
+    last_kv_index: int64 `[T]`, the key up to which each token attends.
+    blocks, slots: int64 `[W, K]`, where the scores of the keys are. num_seen: keys that have a score already.
+    """
+
+    rows: torch.Tensor
+    tables: torch.Tensor
+    last_kv_index: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    num_seen: int
+
+
 class ScoringBackend(AttentionBackend):
     """A backend, and the scores of sequences that it leaves to others, from a second product of queries and keys."""
 
@@ -203,56 +221,72 @@ class ScoringBackend(AttentionBackend):
         self.backend = backend
         self.operations = operations
 
-    def plan(self, batch: AttentionBatch) -> tuple[Any, AttentionBatch]:
-        return self.backend.plan(batch), batch
+    def plan(self, batch: AttentionBatch) -> tuple[Any, list[ScoredWindows], bool]:
+        """Windows that are alike are scored at once: there are many where a text is computed again."""
+        alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+        windows = batch.windows
+        for chunk in batch.scored_chunks:
+            assert windows is not None
+            for start, begin, end in windows_of(chunk, windows):
+                key = end - begin, begin - start, min(windows.num_scored, end - start)
+                alike.setdefault(key, []).append((chunk.sequence, start, chunk.begin + begin - chunk.kv_index))
+        found = [self._windows(batch.block_tables, *key, each) for key, each in alike.items()]
+        return self.backend.plan(batch), found, windows is not None and windows.squared
+
+    def _windows(
+        self,
+        block_tables: torch.Tensor,
+        num_tokens: int,
+        offset: int,
+        num_scored: int,
+        windows: list[tuple[int, int, int]],
+    ) -> ScoredWindows:
+        """windows: the sequence of each, its first KV pair, and the row of its first query token."""
+        device, block_size = block_tables.device, self.cache.shape.block_size
+        sequences, starts, rows = to_device(windows, device, torch.int64).view(-1, 3, 1).unbind(1)
+        keys = torch.arange(num_scored, device=device)
+        index = starts // block_size + torch.arange(-(-num_scored // block_size), device=device)
+        tables = block_tables[sequences, index]
+        tokens = torch.arange(num_tokens, device=device)
+        return ScoredWindows(
+            (rows + tokens).flatten(),
+            tables,
+            (offset + tokens).clamp_(max=num_scored - 1),
+            tables[:, keys // block_size].long(),
+            (keys % block_size).expand(len(windows), -1),
+            min(offset, num_scored),
+        )
 
     def run(
         self,
         layer: int,
         queries: torch.Tensor,
-        plan: tuple[Any, AttentionBatch],
+        plan: tuple[Any, list[ScoredWindows], bool],
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inner, batch = plan
-        softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
-        for chunk in batch.scored_chunks if self.layers[layer].window is None else ():
-            assert batch.windows is not None
-            for start, begin, end in windows_of(chunk, batch.windows):
-                self._add(layer, queries, softmax, batch, batch.windows, chunk, start, begin, end)
+        inner, every, squared = plan
+        options = self.layers[layer]
+        for windows in every if options.window is None else ():
+            self._add(layer, queries, Softmax(self.scale, options.soft_cap, sinks), windows, squared=squared)
         return self.backend.run(layer, queries, inner, sinks)
 
     def _add(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        softmax: Softmax,
-        batch: AttentionBatch,
-        windows: ScoreWindows,
-        chunk: ScoredChunk,
-        start: int,
-        begin: int,
-        end: int,
+        self, layer: int, queries: torch.Tensor, softmax: Softmax, windows: ScoredWindows, *, squared: bool
     ) -> None:
-        """Add the scores in the window from `start` on, of query tokens whose KV pairs are `begin .. end - 1`."""
+        """Add the scores of windows, which share no key."""
         assert self.cache.scores is not None
-        block_size = self.cache.shape.block_size
-        num_scored = min(windows.num_scored, end - start)
-        first, last = start // block_size, (start + num_scored - 1) // block_size
-        blocks = batch.block_tables[chunk.sequence : chunk.sequence + 1, first : last + 1]
-        row = chunk.begin + begin - chunk.kv_index
-        of_window = batched_attention_mass(
-            queries[None, row : row + end - begin].transpose(1, 2),
-            self.operations.gather_keys([layer], blocks, num_scored),
+        num_windows, num_scored = windows.blocks.shape
+        mass = batched_attention_mass(
+            queries[windows.rows].unflatten(0, (num_windows, -1)).transpose(1, 2),
+            self.operations.gather_keys([layer], windows.tables, num_scored),
             num_scored,
-            torch.arange(begin - start, end - start, device=queries.device).clamp_(max=num_scored - 1),
-            squared=windows.squared,
+            windows.last_kv_index,
+            squared=squared,
             softmax=softmax,
-        )[0]
-        scores = self.cache.scores[self.cache.place(layer)]
-        of_blocks = scores[blocks[0].long()].transpose(0, 1).flatten(1)  # [kv_heads, KV pairs of the blocks], a copy
-        of_blocks[:, max(0, begin - start) : num_scored] = 0
-        of_blocks[:, :num_scored] += of_window
-        scores[blocks[0].long()] = of_blocks.unflatten(1, (-1, block_size)).transpose(0, 1)
+        ).transpose(1, 2)
+        scores, seen = self.cache.scores[self.cache.place(layer)], windows.num_seen
+        mass[:, :seen] += scores[windows.blocks[:, :seen], :, windows.slots[:, :seen]]
+        scores[windows.blocks, :, windows.slots] = mass
 
 
 def windows_of(chunk: ScoredChunk, windows: ScoreWindows) -> Iterator[tuple[int, int, int]]:
