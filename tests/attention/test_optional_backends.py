@@ -248,7 +248,7 @@ def test_flash_attn_3_has_no_kernels_for_later_gpus(
     cache = PagedKVCache(SHAPE, 1)
     with FakeTensorMode():
         cache.data = torch.empty(0, dtype=SHAPE.dtype, device="cuda")  # which needs no device
-    assert backends.why_not_flash_attn_3(backends.Case(cache, 4)) == (
+    assert backends.why_not_flash_attn_3(backends.AttentionSpec(cache, 4)) == (
         reason and f"runs on GPUs of compute capability 8 and 9, not {reason}"
     )
 

@@ -1,4 +1,4 @@
-"""Calls of every launcher of Triton kernels, of the shapes that engines have, for tests that compile and start nothing."""
+"""Calls of every launcher of Triton kernels, of the shapes that engines have, for tests that compile and start none."""
 
 from __future__ import annotations
 

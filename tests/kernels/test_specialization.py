@@ -1,5 +1,5 @@
 """No variant of a kernel depends on what changes from step to step: numbers of sequences, of tokens, of blocks and of
-windows, and so where parts of tensors begin. Triton's own rule of what makes a variant is asked; nothing is compiled."""
+windows, and so where parts of tensors begin. Triton's own rule of what makes a variant decides; nothing is compiled."""
 
 from __future__ import annotations
 

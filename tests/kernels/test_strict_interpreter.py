@@ -117,7 +117,9 @@ def far_cache(shape: CacheShape, num_blocks: int) -> PagedKVCache:
         return PagedKVCache(shape, num_blocks)
 
 
-def of_a_step(cache: PagedKVCache, blocks: list[int], wide: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+def of_a_step(
+    cache: PagedKVCache, blocks: list[int], wide: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
     """What the kernels make of two sequences in some blocks; `wide` gives tokens another stride."""
     from kvllm.attention.triton import TritonBackend
     from kvllm.kernels.codes import as_kernels_read
