@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import triton
 
@@ -11,7 +12,7 @@ def capability() -> int:
     """Compute capability of the current device, ten times: 90 for 9.0, and in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return 90
-    target = triton.runtime.driver.active.get_current_target()
+    target: Any = triton.runtime.driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
 
 
