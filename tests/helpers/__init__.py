@@ -1,1 +1,0 @@
-"""Helpers that several test files share: no test file imports another one."""
