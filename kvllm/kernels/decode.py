@@ -1,0 +1,417 @@
+"""Attention of sequences with one query token over their paged caches; programs share out the segments of KV pairs."""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.score_windows import KeptScores, window_of
+from kvllm.kernels.tiles import (
+    LOG2_E,
+    SEGMENT,
+    add_sinks,
+    attend_tile,
+    decode_rows,
+    evicted_range,
+    kv_pairs_per_tile,
+    kv_places,
+    merge,
+    stages,
+    warps,
+)
+
+# Programs that are launched for a batch: many times what any device runs at once, so that it stays evenly busy to the
+# end. Each has as many of all sequences' segments as any other, or one less.
+_PROGRAMS = 4096
+# Segments of a sequence at most: those of longer ones are larger. It bounds the memory of partials.
+_MAX_SEGMENTS = 64
+# Segments whose partials are read at a time.
+_MERGED = 4
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Softmax over each segment, before they are merged; one allocation serves all layers of a step.
+
+    weighted: float32 `[S, query_heads, segments, head_dim]`; maximum, total: float32 `[S, query_heads, segments]`.
+    first_segments: int32 `[S + 1]`, segments of all sequences before one, those of single query tokens.
+    sequences: int32 `[S * segments]`, the sequence of each of these segments.
+    """
+
+    weighted: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+    first_segments: torch.Tensor
+    sequences: torch.Tensor
+
+    @staticmethod
+    def of(
+        query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, num_heads: int, max_kv_pairs: int, head_dim: int
+    ) -> Partials:
+        """For a batch, with room for `max_kv_pairs` of a sequence; the first two as in AttentionBatch."""
+        num_sequences = len(query_start_loc) - 1
+        size = (num_sequences, num_heads, min(_MAX_SEGMENTS, triton.cdiv(max_kv_pairs, SEGMENT)))
+        weighted, maximum, total = (
+            torch.empty(shape, dtype=torch.float32, device=query_start_loc.device)
+            for shape in ((*size, head_dim), size, size)
+        )
+        first_segments = torch.empty_like(query_start_loc)
+        sequences = first_segments.new_empty(size[0] * size[2])
+        _count_segments[(1,)](
+            first_segments,
+            sequences,
+            query_start_loc,
+            last_kv_index,
+            num_sequences,
+            SEGMENT=SEGMENT,
+            MAX_SEGMENTS=_MAX_SEGMENTS,
+            TILE=256,
+            num_warps=4,
+        )
+        return Partials(weighted, maximum, total, first_segments, sequences)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Scores and sums that all probabilities follow from, for the attention mass; one allocation serves all layers.
+
+    scores: float32 `[S, query_heads, KV pairs]` of sequences with one token, times the scale, in base 2.
+    totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a query token's scores.
+    """
+
+    scores: torch.Tensor
+    totals: torch.Tensor
+
+    @staticmethod
+    def allocate(partials: Partials, num_tokens: int, max_kv_pairs: int) -> Observed:
+        num_sequences, num_heads, _ = partials.total.shape
+        return Observed(
+            partials.total.new_empty(num_sequences, num_heads, triton.cdiv(max_kv_pairs, SEGMENT) * SEGMENT),
+            partials.total.new_empty(num_tokens, num_heads),
+        )
+
+
+@triton.jit
+def _decode_length(
+    last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr, RAGGED: tl.constexpr
+):
+    """KV pairs that a query token attends in a head, and the range of indices that were evicted from this head."""
+    length = tl.load(last_kv_index + token) + 1
+    if RAGGED:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
+    else:
+        evicted_begin, num_evicted = length, 0
+    return length - num_evicted, evicted_begin, num_evicted
+
+
+@triton.jit
+def _oldest(length, WINDOW: tl.constexpr):
+    """The first KV pair that a query token attends."""
+    return tl.maximum(0, length - WINDOW) if WINDOW else 0
+
+
+@triton.jit
+def _segment_size(length, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
+    """KV pairs of a segment of a sequence with `length` of them, evicted ones included."""
+    return SEGMENT * tl.cdiv(length, SEGMENT * MAX_SEGMENTS)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _count_segments(
+    first_segments,
+    sequences,
+    query_start_loc,
+    last_kv_index,
+    num_sequences,
+    SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A single program for the whole batch."""
+    passed = tl.full((), 0, tl.int32)
+    for begin in range(0, num_sequences, TILE):
+        sequence = begin + tl.arange(0, TILE)
+        exists = sequence < num_sequences
+        token = tl.load(query_start_loc + sequence, mask=exists, other=0)
+        end_token = tl.load(query_start_loc + sequence + 1, mask=exists, other=0)
+        single = exists & (end_token - token == 1)  # the prefill kernel attends others
+        length = tl.load(last_kv_index + token, mask=single, other=0) + 1
+        count = tl.where(single, tl.cdiv(length, _segment_size(length, SEGMENT, MAX_SEGMENTS)), 0)
+        first = passed + tl.cumsum(count, 0) - count
+        tl.store(first_segments + sequence, first, mask=exists)
+        for segment in range(tl.max(count, 0)):
+            tl.store(sequences + first + segment, sequence, mask=segment < count)
+        passed += tl.sum(count, 0)
+    tl.store(first_segments + num_sequences, passed)
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "num_segments", "observed_width"],
+    do_not_specialize_on_alignment=["head_lengths"],  # a layer's begin where the number of sequences has them begin
+)
+def _attend_segments(
+    queries,
+    keys,
+    values,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    packed_len,
+    head_lengths,
+    scale,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    first_segments,
+    sequences,
+    observed_scores,
+    window_start,
+    query_stride,
+    num_sequences,
+    table_stride,
+    num_segments,
+    observed_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    STRIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    program, head = tl.program_id(0), tl.program_id(1)
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    all_segments = tl.load(first_segments + num_sequences).to(tl.int64)
+    first = (program * all_segments // tl.num_programs(0)).to(tl.int32)
+    end = ((program + 1) * all_segments // tl.num_programs(0)).to(tl.int32)
+    for of_all in range(first, end):
+        sequence = tl.load(sequences + of_all)
+        segment = of_all - tl.load(first_segments + sequence)
+        token = tl.load(query_start_loc + sequence)
+        length, evicted_begin, num_evicted = _decode_length(
+            last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
+        )
+        size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
+        query_offsets = token.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+        query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+        table = tables + tl.cast(sequence, tl.int64) * table_stride
+        first_row = tl.cast(sequence, tl.int64) * (KV_HEADS * GROUP) + query_head
+        observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
+        if STRIDE:
+            _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
+        oldest = _oldest(length, WINDOW)
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        begin = segment * size
+        for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + size, length), TILE):
+            kv_index = start + tl.arange(0, TILE)
+            exists = kv_index < length
+            if WINDOW:
+                exists = exists & (kv_index >= oldest)
+            places = kv_places(
+                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            )
+            scores, maximum, total, weighted = attend_tile(
+                query,
+                keys,
+                values,
+                places,
+                exists,
+                exists[None, :],
+                scale,
+                maximum,
+                total,
+                weighted,
+                HEAD_DIM,
+                CHANNELS,
+                SOFT_CAP,
+            )
+            if OBSERVED:
+                observed = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
+                wanted = exists & (kv_index >= observed_begin)
+                tl.store(observed_scores + observed, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
+        partial = first_row * num_segments + segment
+        tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
+        tl.store(partial_total + partial, total, mask=member < GROUP)
+        tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["head_lengths"])
+def _merge_segments(
+    output,
+    query_start_loc,
+    last_kv_index,
+    packed_len,
+    head_lengths,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    observed_totals,
+    sinks,
+    num_segments,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - token != 1:
+        return
+    length, _, num_evicted = _decode_length(
+        last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
+    )
+    size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    exists = member < GROUP
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    maximum = tl.where(exists, float("-inf"), 0.0)  # rows without a query head have seen something: no NaN
+    total = tl.where(exists, 0.0, 1.0)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    held_segments = tl.cdiv(length, size)
+    for first_segment in range(_oldest(length, WINDOW) // size, held_segments, MERGED):
+        for i in tl.static_range(MERGED):  # their reads need not wait for each other
+            held = exists & (first_segment + i < held_segments)
+            partial = first_partial + first_segment + i
+            later_maximum = tl.load(partial_maximum + partial, mask=held, other=float("-inf"))
+            later_total = tl.load(partial_total + partial, mask=held, other=0.0)
+            places = partial[:, None] * HEAD_DIM + channel[None, :]
+            later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    if SINKS:
+        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
+
+    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+
+
+def paged_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    packed_len: torch.Tensor | None,
+    head_lengths: torch.Tensor | None,
+    scale: float,
+    partials: Partials,
+    observed: Observed | None,
+    kept: KeptScores | None,
+    output: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
+
+    queries: `[T, query_heads, head_dim]`, the heads of a token contiguous. keys, values: one layer of the cache,
+        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype, or quantized.
+    query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
+        `[S, kv_heads]`.
+    observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
+    kept: where the scores of windows are written, if these are wanted; not beside `observed`.
+    output: contiguous, the shape and dtype of `queries`.
+    window, soft_cap: as in LayerAttention; a window neither beside `packed_len` nor beside `observed` or `kept`. sinks:
+        as in `AttentionBackend.run`.
+
+    Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    rows = decode_rows(group)
+    num_sequences, num_segments = query_start_loc.shape[0] - 1, partials.total.shape[2]
+    wanted = observed or kept
+    scores = wanted.scores if wanted else partials.total
+    lengths = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "CHANNELS": triton.next_power_of_2(head_dim),
+        "ROWS": rows,
+        "SEGMENT": SEGMENT,
+        "MAX_SEGMENTS": _MAX_SEGMENTS,
+        "RAGGED": packed_len is not None,
+        "WINDOW": window or 0,
+        "num_warps": warps(queries.dtype, rows, head_dim),
+    }
+    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads))
+    _attend_segments[(programs, kv_heads)](
+        queries,
+        keys,
+        values,
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        *lengths,
+        scale * LOG2_E,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        partials.first_segments,
+        partials.sequences,
+        scores,
+        kept.window_start if kept else last_kv_index,
+        queries.stride(0),
+        num_sequences,
+        block_tables.stride(0),
+        num_segments,
+        scores.shape[2],
+        BLOCK_SIZE=block_size,
+        TILE=kv_pairs_per_tile(queries.dtype, head_dim),
+        OBSERVED=scores is not partials.total,
+        STRIDE=kept.stride if kept else 0,
+        OVERLAP=kept.overlap if kept else 0,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        num_stages=stages(head_dim),
+        **shape,
+    )
+    _merge_segments[(num_sequences, kv_heads)](
+        output,
+        query_start_loc,
+        last_kv_index,
+        *lengths,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        observed.totals if observed else partials.total,
+        partials.total if sinks is None else sinks,
+        num_segments,
+        OBSERVED=observed is not None,
+        SINKS=sinks is not None,
+        MERGED=_MERGED,
+        **shape,
+    )

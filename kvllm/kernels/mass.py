@@ -1,0 +1,171 @@
+"""Attention mass: the probabilities of a step, added to what the KV pairs have received so far (H2O)."""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.decode import Observed
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
+
+# Programs for each KV head of a sequence, at most.
+_PROGRAMS = 32
+
+
+@triton.jit(do_not_specialize=["max_scores", "max_kv_pairs"])
+def _add_of_decodes(
+    mass,
+    scores,
+    totals,
+    query_start_loc,
+    last_kv_index,
+    table_slots,
+    max_scores,
+    max_kv_pairs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Sequences with one query token: their scores are there already."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.load(query_start_loc + sequence).to(tl.int64)
+    if tl.load(query_start_loc + sequence + 1) - token != 1:
+        return
+    length = tl.load(last_kv_index + token) + 1
+    query_head = head * GROUP + tl.arange(0, ROWS)
+    member = tl.arange(0, ROWS) < GROUP
+    total = tl.load(totals + token * (KV_HEADS * GROUP) + query_head, mask=member, other=0.0)
+    scores += (sequence * (KV_HEADS * GROUP) + query_head)[:, None] * max_scores
+    mass += (tl.load(table_slots + sequence).to(tl.int64) * KV_HEADS + head) * max_kv_pairs
+    for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
+        kv_index = begin + tl.arange(0, TILE)
+        exists = kv_index < length
+        score = tl.load(scores + kv_index[None, :], mask=member[:, None] & exists[None, :], other=float("-inf"))
+        added = tl.sum(tl.exp2(score - total[:, None]), 0)
+        tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + added, mask=exists)
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_kv_pairs"])
+def _add_of_chunks(
+    mass,
+    queries,
+    keys,
+    totals,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    table_slots,
+    scale,
+    query_stride,
+    table_stride,
+    max_kv_pairs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """Sequences with several query tokens: the product of queries and keys again, but neither a softmax nor values."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first_token, end_token = tl.load(query_start_loc + sequence), tl.load(query_start_loc + sequence + 1)
+    if end_token - first_token < 2:
+        return
+    length = tl.load(last_kv_index + end_token - 1) + 1
+    channel = tl.arange(0, CHANNELS)
+    table = tables + sequence * table_stride
+    mass += (tl.load(table_slots + sequence).to(tl.int64) * KV_HEADS + head) * max_kv_pairs
+    for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
+        kv_index = begin + tl.arange(0, TILE)
+        exists = kv_index < length
+        places, _ = kv_places(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        tile_keys = load_vectors(keys, places, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
+        added = tl.zeros([ROWS, TILE], tl.float32)
+        for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):
+            token = first_token + (begin_row + tl.arange(0, ROWS)) // GROUP
+            query_head = head * GROUP + (begin_row + tl.arange(0, ROWS)) % GROUP
+            token_exists = token < end_token
+            query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
+            query_mask = token_exists[:, None] & (channel < HEAD_DIM)[None, :]
+            query = tl.load(queries + query_offsets[:, None] + channel[None, :], mask=query_mask, other=0.0)
+            newest = tl.load(last_kv_index + token, mask=token_exists, other=-1)
+            total = tl.load(totals + token.to(tl.int64) * (KV_HEADS * GROUP) + query_head, mask=token_exists, other=0.0)
+            scores = bounded(tl.dot(query, tl.trans(tile_keys), input_precision="ieee") * scale, SOFT_CAP)
+            seen = kv_index[None, :] <= newest[:, None]
+            added += tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
+        tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + tl.sum(added, 0), mask=exists)
+
+
+def add_mass(
+    mass: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    table_slots: torch.Tensor,
+    scale: float,
+    observed: Observed,
+    soft_cap: float | None = None,
+) -> None:
+    """Add to the mass of each KV pair what all query tokens attended to it, summed over the query heads of a KV head.
+
+    mass: of this layer, contiguous float32 `[table slots, kv_heads, max_kv_pairs]`. table_slots: int32 `[S]`, the slot
+        of each sequence, no two the same. observed: as `paged_decode` and `paged_prefill` left it for this layer and
+        for all query tokens, where all heads hold the same KV pairs. The other arguments are those of `paged_decode`.
+
+    Source: H2O (Zhang et al., arXiv 2306.14048). The order of a sum depends on the query tokens of its sequence alone.
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    num_sequences, max_scores = observed.scores.shape[0], observed.scores.shape[2]
+    _add_of_decodes[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, 256)))](
+        mass,
+        observed.scores,
+        observed.totals,
+        query_start_loc,
+        last_kv_index,
+        table_slots,
+        max_scores,
+        mass.shape[2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        ROWS=triton.next_power_of_2(group),
+        TILE=256,
+        num_warps=4,
+    )
+    if num_tokens == num_sequences:
+        return
+    tile = 32 if queries.dtype == torch.float32 else 64
+    _add_of_chunks[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, tile)))](
+        mass,
+        queries,
+        keys,
+        observed.totals,
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        table_slots,
+        scale * LOG2_E,
+        queries.stride(0),
+        block_tables.stride(0),
+        mass.shape[2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        CHANNELS=triton.next_power_of_2(head_dim),
+        ROWS=tile,
+        TILE=tile,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        num_warps=4,
+        num_stages=2,
+    )

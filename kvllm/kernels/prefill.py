@@ -1,0 +1,237 @@
+"""Attention of sequences with several query tokens over their paged caches: prompt chunks, recomputed queries."""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.decode import Observed
+from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
+from kvllm.kernels.tiles import LOG2_E, SEGMENT, add_sinks, attend_tile, evicted_range, kv_places, merge
+
+
+@triton.jit
+def _attend_kv_pairs(
+    query,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    length,
+    head,
+    evicted_begin,
+    num_evicted,
+    scale,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`, and of
+    these, with a window, the last WINDOW."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(begin // TILE * TILE, end, TILE):
+        kv_index = start + tl.arange(0, TILE)
+        exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
+        places = kv_places(
+            keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+        )
+        visible = kv_index[None, :] < length[:, None]
+        if WINDOW:
+            visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
+        _, maximum, total, weighted = attend_tile(
+            query, keys, values, places, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
+        )
+    return maximum, total, weighted
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["head_lengths"],  # as in a decode
+)
+def _attend_chunks(
+    output,
+    queries,
+    keys,
+    values,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    packed_len,
+    head_lengths,
+    observed_totals,
+    sinks,
+    tiles,
+    scale,
+    query_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    BOXES: tl.constexpr,
+    RAGGED: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    head, tile = tl.program_id(0), tl.program_id(1)
+    sequence, begin_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if sequence < 0:
+        return
+    end_token = tl.load(query_start_loc + sequence + 1)
+    if RAGGED:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
+    else:
+        evicted_begin, num_evicted = 0, 0
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    token = begin_token + member // GROUP
+    query_head = head * GROUP + member % GROUP
+    exists = (member < QUERIES * GROUP) & (token < end_token)
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    query_offsets = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+    length = tl.load(last_kv_index + token, mask=exists, other=0) + 1 - num_evicted
+    end = tl.max(tl.where(exists, length, 0), 0)
+    length = tl.where(exists, length, end)  # rows without a query attend something, too: no NaN
+    oldest = tl.maximum(0, tl.min(length, 0) - WINDOW) if WINDOW else 0
+
+    table = tables + tl.cast(sequence, tl.int64) * table_stride
+    if SEGMENTED:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
+            later_maximum, later_total, later_weighted = _attend_kv_pairs(
+                query,
+                keys,
+                values,
+                table,
+                tl.maximum(segment, oldest),
+                tl.minimum(segment + SEGMENT, end),
+                length,
+                head,
+                evicted_begin,
+                num_evicted,
+                scale,
+                KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                CHANNELS,
+                ROWS,
+                TILE,
+                WINDOW,
+                SOFT_CAP,
+            )
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    else:
+        maximum, total, weighted = attend_16_bits(
+            query,
+            keys,
+            values,
+            table,
+            oldest,
+            end,
+            length,
+            head,
+            evicted_begin,
+            num_evicted,
+            scale,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+            ROWS,
+            TILE,
+            BOXES,
+            WINDOW,
+            SOFT_CAP,
+        )
+    if SINKS:
+        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
+
+    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+
+
+def paged_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    packed_len: torch.Tensor | None,
+    head_lengths: torch.Tensor | None,
+    scale: float,
+    tiles: PrefillTiles,
+    observed: Observed | None,
+    output: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of the sequences that have two query tokens or more; those of others are left alone in `output`.
+
+    tiles: of the same batch and cache. The other arguments are those of `decode.paged_decode`.
+
+    Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    _attend_chunks[(kv_heads, len(tiles.order))](
+        output,
+        queries,
+        *tiles.sources(keys, values),
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        *((packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)),
+        observed.totals if observed else output,
+        output if sinks is None else sinks,
+        tiles.order,
+        scale * LOG2_E,
+        queries.stride(0),
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        CHANNELS=triton.next_power_of_2(head_dim),
+        ROWS=tiles.rows,
+        QUERIES=tiles.rows // group,
+        TILE=tiles.kv_pairs,
+        SEGMENT=SEGMENT,
+        SEGMENTED=queries.dtype == torch.float32,  # as in a decode
+        BOXES=tiles.boxes,
+        RAGGED=packed_len is not None,
+        OBSERVED=observed is not None,
+        WINDOW=window or 0,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SINKS=sinks is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

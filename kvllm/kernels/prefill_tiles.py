@@ -1,0 +1,318 @@
+"""Tiles of a prefill: which query tokens each has, in which order they start, and their loop over KV pairs in 16 bits.
+
+Only tiles at the end of what a query attends, or at the border of a window, are masked. On compute capability 9.0 a
+tile of keys is one copy by the tensor memory accelerator (TMA), if a block has room for a whole one.
+"""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvllm.kernels.tiles import bounded, decode_rows, kv_pairs_per_tile, kv_places, load_vectors, stages, warps
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """How the query tokens of sequences with several are dealt out to programs; the same for all layers.
+
+    order: int32 `[tiles, 2]`, the sequence and the first query token of each tile, those with the most KV pairs first,
+        so that no long one is left when the others are done; the sequence is -1 where a tile has none.
+    rows: query tokens of a tile times the query heads of a KV head, filled up. kv_pairs: attended at a time.
+    boxes: whether `kv_pairs` of them are copied at once.
+    """
+
+    order: torch.Tensor
+    rows: int
+    kv_pairs: int
+    boxes: bool
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(
+        cls,
+        query_start_loc: torch.Tensor,
+        last_kv_index: torch.Tensor,
+        keys: torch.Tensor,
+        num_query_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        ragged: bool,
+    ) -> PrefillTiles:
+        """For query tokens of `dtype`.
+
+        query_start_loc, last_kv_index: as in AttentionBatch. keys: of any layer, as in `decode.paged_decode`. ragged:
+        heads have evicted KV pairs of their own.
+        """
+        _, kv_heads, block_size, _ = keys.shape
+        group = num_query_heads // kv_heads
+        kv_pairs = 128 if head_dim <= 128 else 64
+        whole = block_size % kv_pairs == 0 and keys.dtype == dtype
+        boxes = whole and dtype != torch.float32 and not ragged and _has_boxes()
+        rows = _rows(group, dtype, head_dim)
+        if boxes:
+            num_warps, num_stages = 8, 3  # one tile is used, one is on its way, and where the next lies is read
+        else:
+            kv_pairs = kv_pairs_per_tile(dtype, head_dim)
+            num_warps, num_stages = warps(dtype, rows, head_dim), stages(head_dim)
+        order = longest_first(query_start_loc, last_kv_index, rows // group)
+        return cls(order, rows, kv_pairs, boxes, num_warps, num_stages)
+
+    def sources(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[TensorDescriptor | torch.Tensor, ...]:
+        """Keys and values of a layer as the kernel takes them."""
+        if not self.boxes:
+            return keys, values
+        channels = triton.next_power_of_2(keys.shape[-1])
+        return tuple(
+            TensorDescriptor.from_tensor(each.view(-1, each.shape[-1]), [self.kv_pairs, channels])
+            for each in (keys, values)
+        )
+
+
+def _has_boxes() -> bool:
+    """Whether the device has the TMA and the shared memory that tiles take; Triton's interpreter has both."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return (target.backend, target.arch) == ("cuda", 90)
+
+
+def _rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
+    """At most 32 KiB of rows. Those of float32 must add up like those of a decode."""
+    if dtype == torch.float32:
+        return decode_rows(group)
+    return max(128 if head_dim <= 128 else 64, decode_rows(group))
+
+
+def longest_first(query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, tokens_per_tile: int) -> torch.Tensor:
+    """`PrefillTiles.order`, on the device of the arguments (see AttentionBatch).
+
+    Lengths are not known to the host, so tiles are dealt out generously: sequence s has those from
+    `query_start_loc[s] // tokens_per_tile + s` on, and some have no query token.
+    """
+    num_sequences, num_tokens = len(query_start_loc) - 1, len(last_kv_index)
+    device = query_start_loc.device
+    starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    first_tiles = starts // tokens_per_tile + torch.arange(num_sequences, dtype=torch.int32, device=device)
+    tiles = torch.arange(num_tokens // tokens_per_tile + num_sequences, dtype=torch.int32, device=device)
+    sequences = torch.searchsorted(first_tiles, tiles, right=True) - 1
+    begins = starts[sequences] + (tiles - first_tiles[sequences]) * tokens_per_tile
+    ends, decodes = ends[sequences], ends[sequences] - starts[sequences] == 1
+    exists = (begins < ends) & ~decodes  # the decode kernel attends single tokens
+    last_tokens = (torch.minimum(begins + tokens_per_tile, ends) - 1).clamp(max=num_tokens - 1)
+    lengths = torch.where(exists, last_kv_index[last_tokens], -1)
+    order = lengths.argsort(descending=True, stable=True)
+    return torch.stack((torch.where(exists, sequences, -1), begins), dim=1)[order].int()
+
+
+@triton.jit
+def _load_tile(
+    cache,
+    places,
+    exists,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BOXES: tl.constexpr,
+    CLEARED: tl.constexpr,
+):
+    """Keys or values `[TILE, CHANNELS]`; if CLEARED, those that do not exist are 0."""
+    if BOXES:
+        vectors = cache.load([places, 0])
+        if CLEARED:
+            vectors = tl.where(exists[:, None], vectors, 0.0)
+    else:
+        vectors = load_vectors(cache, places, exists, dtype, HEAD_DIM, CHANNELS)
+    return vectors
+
+
+@triton.jit
+def _attend_range(
+    query,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    oldest,
+    newest,
+    length,
+    head,
+    evicted_begin,
+    num_evicted,
+    scale,
+    maximum,
+    total,
+    weighted,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+    BOXES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the tiles from `begin`, a multiple of TILE, to `end` to the softmax.
+
+    A query that attends a whole tile gets the same bits whether it is MASKED or not.
+    """
+    for start in range(begin, end, TILE):
+        kv_index = start + tl.arange(0, TILE)
+        exists = (kv_index >= oldest) & (kv_index < newest) if MASKED else tl.full([TILE], True, tl.int1)
+        if BOXES:  # the end of a tile is in the block of its beginning
+            block = tl.load(table + start // BLOCK_SIZE)
+            key_places = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
+            value_places = key_places
+        else:
+            key_places, value_places = kv_places(
+                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            )
+        tile_keys = _load_tile(keys, key_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
+        scores = tl.dot(query, tl.trans(tile_keys))
+        if SOFT_CAP != 0:
+            scores = bounded(scores * scale, SOFT_CAP)
+        factor = 1.0 if SOFT_CAP != 0 else scale
+        if MASKED:
+            visible = kv_index[None, :] < length[:, None]
+            if WINDOW:
+                visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        shift = new_maximum
+        if MASKED:
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
+        shrink = tl.exp2(maximum - shift)
+        weights = tl.exp2(scores * factor - shift[:, None])
+        tile_values = _load_tile(values, value_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
+        weighted = tl.dot(weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        maximum = new_maximum
+    return maximum, total, weighted
+
+
+@triton.jit
+def attend_16_bits(
+    query,
+    keys,
+    values,
+    table,
+    oldest,
+    newest,
+    length,
+    head,
+    evicted_begin,
+    num_evicted,
+    scale,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BOXES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """Softmax of a tile of queries over KV pairs `oldest .. newest - 1`; a query attends those below its `length`, and
+    of these, with a window, the last WINDOW. With BOXES, keys and values are descriptors of `[slots, HEAD_DIM]`."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    inner_begin = 0  # tiles from here to `inner_end` are attended whole by every query
+    if WINDOW:
+        inner_begin = tl.cdiv(tl.maximum(newest - WINDOW, 0), TILE) * TILE
+        maximum, total, weighted = _attend_range(
+            query,
+            keys,
+            values,
+            table,
+            oldest // TILE * TILE,
+            tl.minimum(inner_begin, newest),
+            oldest,
+            newest,
+            length,
+            head,
+            evicted_begin,
+            num_evicted,
+            scale,
+            maximum,
+            total,
+            weighted,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+            TILE,
+            BOXES,
+            WINDOW,
+            SOFT_CAP,
+            True,
+        )
+    inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
+    maximum, total, weighted = _attend_range(
+        query,
+        keys,
+        values,
+        table,
+        inner_begin,
+        inner_end,
+        oldest,
+        newest,
+        length,
+        head,
+        evicted_begin,
+        num_evicted,
+        scale,
+        maximum,
+        total,
+        weighted,
+        KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CHANNELS,
+        TILE,
+        BOXES,
+        WINDOW,
+        SOFT_CAP,
+        False,
+    )
+    return _attend_range(
+        query,
+        keys,
+        values,
+        table,
+        inner_end,
+        newest,
+        oldest,
+        newest,
+        length,
+        head,
+        evicted_begin,
+        num_evicted,
+        scale,
+        maximum,
+        total,
+        weighted,
+        KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CHANNELS,
+        TILE,
+        BOXES,
+        WINDOW,
+        SOFT_CAP,
+        True,
+    )

@@ -1,0 +1,205 @@
+"""Scores of KV pairs that are added up while queries pass by (see `kvllm.attention.base.ScoreWindows`)."""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class KeptScores:
+    """Scores that a query token gives the KV pairs of its windows; one allocation serves all layers.
+
+    scores: float32 `[S, query_heads, size of a window]` of sequences with one token, times the scale, in base 2; the
+        first is that of the earliest window's first pair. A window is no longer than the longest block table.
+    window_start: as in AttentionBatch. stride, num_scored, squared: as in ScoreWindows.
+    """
+
+    scores: torch.Tensor
+    window_start: torch.Tensor
+    stride: int
+    num_scored: int
+    squared: bool
+
+    @property
+    def overlap(self) -> int:
+        """KV pairs that neighbouring windows share."""
+        return max(0, self.scores.shape[2] - self.stride)
+
+
+@triton.jit
+def window_of(window_start, sequence, index, STRIDE: tl.constexpr, OVERLAP: tl.constexpr):
+    """The beginning of the window that KV pair `index` lies in, and of the earliest one; `index + 1` if in none."""
+    first = tl.load(window_start + sequence)
+    window = index - (index - first) % STRIDE
+    earliest = tl.where((index - window < OVERLAP) & (window > first), window - STRIDE, window)
+    return tl.where(index < first, index + 1, window), tl.where(index < first, index + 1, earliest)
+
+
+@triton.jit
+def _add_window(
+    scores,
+    table,
+    kept,
+    sink,
+    member,
+    head,
+    begin,
+    count,
+    index,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SQUARED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Add the softmax of each row of `kept` over its first `count` scores to those of the pairs from `begin` on. With
+    SINKS, `sink` takes part in it, a score of each row in base 2."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        maximum = sink
+        total = tl.where(member, 1.0, 0.0)
+    for start in range(0, count, TILE):
+        pair = start + tl.arange(0, TILE)
+        tile = tl.load(kept + pair[None, :], mask=member[:, None] & (pair < count)[None, :], other=float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(tile, 1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row without a query head
+        total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(tile - shift[:, None]), 1)
+        maximum = new_maximum
+    shift = tl.where(member, maximum, 0.0)
+    total = tl.where(member, total, 1.0)
+    for start in range(0, count, TILE):
+        pair = start + tl.arange(0, TILE)
+        exists = pair < count
+        tile = tl.load(kept + pair[None, :], mask=member[:, None] & exists[None, :], other=float("-inf"))
+        probability = tl.exp2(tile - shift[:, None]) / total[:, None]
+        added = tl.sum(probability * probability if SQUARED else probability, 0)
+        blocks = tl.load(table + (begin + pair) // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        places = (blocks * KV_HEADS + head) * BLOCK_SIZE + (begin + pair) % BLOCK_SIZE
+        before = tl.load(scores + places, mask=exists & (begin + pair != index), other=0.0)
+        tl.store(scores + places, before + added, mask=exists)
+
+
+@triton.jit(do_not_specialize=["table_stride", "kept_width"])
+def _add_windows(
+    scores,
+    kept,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    window_start,
+    sinks,
+    table_stride,
+    kept_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    NUM_SCORED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """A program for each sequence and KV head."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - token != 1:
+        return
+    index = tl.load(last_kv_index + token)
+    window, earliest = window_of(window_start, sequence, index, STRIDE, OVERLAP)
+    if window > index:
+        return
+    member = tl.arange(0, ROWS) < GROUP
+    query_head = head * GROUP + tl.arange(0, ROWS)
+    rows = kept + ((sequence * (KV_HEADS * GROUP) + query_head) * kept_width)[:, None]
+    table = tables + sequence * table_stride
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=member, other=float("-inf")) * 1.4426950408889634
+    if earliest < window:
+        _add_window(
+            scores,
+            table,
+            rows,
+            sink,
+            member,
+            head,
+            earliest,
+            NUM_SCORED,
+            index,
+            KV_HEADS,
+            BLOCK_SIZE,
+            ROWS,
+            TILE,
+            SQUARED,
+            SINKS,
+        )
+    count = tl.minimum(index - window + 1, NUM_SCORED)
+    of_window = rows + (window - earliest)
+    _add_window(
+        scores,
+        table,
+        of_window,
+        sink,
+        member,
+        head,
+        window,
+        count,
+        index,
+        KV_HEADS,
+        BLOCK_SIZE,
+        ROWS,
+        TILE,
+        SQUARED,
+        SINKS,
+    )
+
+
+def add_windows(
+    scores: torch.Tensor,
+    kept: KeptScores,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Add what sequences with one query token give the KV pairs of their windows.
+
+    scores: of this layer, contiguous float32 `[blocks, kv_heads, block_size]`. kept: as `paged_decode` left it for this
+        layer. The other arguments are those of `paged_decode`.
+    """
+    _, kv_heads, block_size = scores.shape
+    num_sequences, num_heads, width = kept.scores.shape
+    group = num_heads // kv_heads
+    _add_windows[(num_sequences, kv_heads)](
+        scores,
+        kept.scores,
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        kept.window_start,
+        kept.scores if sinks is None else sinks,
+        block_tables.stride(0),
+        width,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        ROWS=triton.next_power_of_2(group),
+        TILE=128,
+        STRIDE=kept.stride,
+        OVERLAP=kept.overlap,
+        NUM_SCORED=kept.num_scored,
+        SQUARED=kept.squared,
+        SINKS=sinks is not None,
+        num_warps=4,
+    )

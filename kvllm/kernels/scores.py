@@ -1,0 +1,304 @@
+"""Scores of a window: attention mass of its keys, or its squares, in two passes, without storing the matrix."""
+
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
+
+
+@triton.jit
+def _load_queries(
+    queries,
+    sequence,
+    head,
+    row,
+    num_tokens,
+    sequence_stride,
+    head_stride,
+    token_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Rows `row` of the queries of a KV head: all tokens of its first query head, then those of the next."""
+    channel = tl.arange(0, CHANNELS)
+    offsets = (
+        sequence.to(tl.int64) * sequence_stride
+        + (head * GROUP + row // num_tokens).to(tl.int64) * head_stride
+        + (row % num_tokens).to(tl.int64) * token_stride
+    )
+    mask = (row < GROUP * num_tokens)[:, None] & (channel < HEAD_DIM)[None, :]
+    return tl.load(queries + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_keys(
+    keys,
+    tables,
+    sequence,
+    head,
+    key,
+    num_keys,
+    window,
+    dtype: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Keys of one head: of contiguous windows of `window` keys if BLOCK_SIZE is 0, else in blocks, of which `tables`
+    has `window` for each sequence."""
+    exists = key < num_keys
+    if BLOCK_SIZE == 0:
+        offsets = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
+        places = (offsets, offsets)
+    else:
+        table = tables + sequence * window
+        places, _ = kv_places(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    return load_vectors(keys, places, exists, dtype, HEAD_DIM, CHANNELS)
+
+
+@triton.jit
+def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """The last key that the query of each row attends to."""
+    last = tl.zeros_like(row) + num_keys - 1
+    if MASKED:
+        last = tl.minimum(
+            tl.load(last_kv_index + row % num_tokens, mask=row < GROUP * num_tokens, other=0).to(tl.int32), last
+        )
+    return last
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+def _row_softmax(
+    queries,
+    keys,
+    tables,
+    last_kv_index,
+    maxima,
+    inverses,
+    sinks,
+    scale,
+    num_tokens,
+    num_keys,
+    window,
+    sequence_stride,
+    head_stride,
+    token_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """First pass: the maximum of each row's scores and 1 / the sum of their exponentials.
+
+    MASKED: a query token attends to keys up to its `last_kv_index`, int64 `[num_tokens]`, else to all. SINKS: the
+    learned score of the row's query head is one of its scores.
+    """
+    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    query = _load_queries(
+        queries,
+        sequence,
+        head,
+        row,
+        num_tokens,
+        sequence_stride,
+        head_stride,
+        token_stride,
+        GROUP,
+        HEAD_DIM,
+        CHANNELS,
+    )
+    last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        exists = row < GROUP * num_tokens
+        maximum = tl.load(sinks + head * GROUP + row // num_tokens, mask=exists, other=0.0) * 1.4426950408889634
+        total += 1.0
+    for begin in range(0, num_keys, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        key_tile = _load_keys(
+            keys,
+            tables,
+            sequence,
+            head,
+            key,
+            num_keys,
+            window,
+            query.dtype,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+        )
+        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
+        scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
+        maximum = new_maximum
+    place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens) + row
+    tl.store(maxima + place, maximum, mask=row < GROUP * num_tokens)
+    tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+def _column_sums(
+    mass,
+    queries,
+    keys,
+    tables,
+    last_kv_index,
+    maxima,
+    inverses,
+    scale,
+    num_tokens,
+    num_keys,
+    window,
+    sequence_stride,
+    head_stride,
+    token_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SQUARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Second pass: the probabilities of a tile of keys, or their squares, added up over all rows in ascending tiles."""
+    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key = tile * KEYS + tl.arange(0, KEYS)
+    key_tile = _load_keys(
+        keys,
+        tables,
+        sequence,
+        head,
+        key,
+        num_keys,
+        window,
+        queries.dtype.element_ty,
+        KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CHANNELS,
+    )
+    first_place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
+    sums = tl.zeros([ROWS, KEYS], tl.float32)
+    for begin in range(0, GROUP * num_tokens, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        query = _load_queries(
+            queries,
+            sequence,
+            head,
+            row,
+            num_tokens,
+            sequence_stride,
+            head_stride,
+            token_stride,
+            GROUP,
+            HEAD_DIM,
+            CHANNELS,
+        )
+        exists = row < GROUP * num_tokens
+        maximum = tl.load(maxima + first_place + row, mask=exists, other=0.0)
+        inverse = tl.load(inverses + first_place + row, mask=exists, other=0.0)
+        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
+        probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
+        if MASKED:
+            last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
+            probabilities = tl.where(key[None, :] <= last[:, None], probabilities, 0.0)
+        sums += probabilities * probabilities if SQUARED else probabilities
+    place = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
+    tl.store(mass + place, tl.sum(sums, 0), mask=key < num_keys)
+
+
+def window_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    num_keys: int,
+    scale: float,
+    last_kv_index: torch.Tensor | None = None,
+    *,
+    tables: torch.Tensor | None = None,
+    squared: bool = False,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention probability that each of the first `num_keys` keys receives from all queries (Kara paper, Eq. 4).
+
+    queries: `[S, Hq, query tokens, d]`; the channels contiguous, or they are copied.
+    keys: contiguous `[S, Hkv, W, d]` of the same dtype; with `tables`, contiguous int `[S, n]`, a layer of a cache,
+        `[blocks, Hkv, block_size, width]` of the same dtype or quantized, that has the keys in these blocks.
+    last_kv_index: int64 `[query tokens]`, the key up to which each token attends; None: to all.
+    squared: add up the squares. soft_cap, sinks: as in Softmax.
+
+    Returns float32 `[S, Hkv, num_keys]`; products are accumulated in float32, and sums have an order that depends on
+    none of S, Hq and Hkv.
+    """
+    if queries.stride(3) != 1:
+        queries = queries.contiguous()
+    num_sequences, num_heads, num_tokens, head_dim = queries.shape
+    _, kv_heads, window, _ = keys.shape
+    pages, block_size = keys, 0
+    if tables is not None:
+        pages, window, block_size = tables, tables.shape[1], keys.shape[2]
+    group = num_heads // kv_heads
+    maxima, inverses = torch.empty(
+        2, num_sequences, kv_heads, group * num_tokens, dtype=torch.float32, device=keys.device
+    ).unbind()
+    mass = torch.empty(num_sequences, kv_heads, num_keys, dtype=torch.float32, device=keys.device)
+    sizes = (scale * LOG2_E, num_tokens, num_keys, window, *queries.stride()[:3])
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        "MASKED": last_kv_index is not None,
+        "SOFT_CAP": (soft_cap or 0.0) * LOG2_E,
+        "num_stages": 2,
+    }
+    plain = soft_cap is None and sinks is None  # others need more registers
+    if keys.dtype == torch.float32:
+        rows, num_warps = (32, 4) if plain else (16, 8)
+        first = second = {"ROWS": rows, "KEYS": 32, "num_warps": num_warps}
+    else:
+        # The side that a program keeps is as large as it can be, because all of the other side passes through.
+        width = 128 if head_dim <= 128 else 64
+        first = {"ROWS": 128 if plain else 64, "KEYS": width, "num_warps": 8}
+        second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
+    row_tiles, key_tiles = triton.cdiv(group * num_tokens, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
+    _row_softmax[(num_sequences, kv_heads, row_tiles)](
+        queries,
+        keys,
+        pages,
+        last_kv_index,
+        maxima,
+        inverses,
+        maxima if sinks is None else sinks,
+        *sizes,
+        **shape,
+        **first,
+        SINKS=sinks is not None,
+    )
+    _column_sums[(num_sequences, kv_heads, key_tiles)](
+        mass, queries, keys, pages, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
+    )
+    return mass

@@ -1,0 +1,48 @@
+"""A real browser, and pages that report what must not happen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Chromium without a window; skips the test where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    executable = next(filter(None, map(shutil.which, NAMES)), None)
+    if executable is None:
+        pytest.skip(f"needs a browser: one of {', '.join(NAMES)}")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched_page(browser: Browser, url: str, *, key: str | None = None, **options: Any) -> Iterator[Page]:
+    """The page at `url` in a context of its own, with an API key in its storage. Behind the test, fails if the console
+    had an error or a request went to another host."""
+    context = browser.new_context(**options)
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    foreign: list[str] = []
+    page.on("request", lambda request: None if request.url.startswith(url) else foreign.append(request.url))
+    if key is not None:
+        page.add_init_script(f"sessionStorage.setItem('kvllm-key', {key!r})")
+    page.goto(url + "/")
+    yield page
+    context.close()
+    assert not errors and not foreign, (errors, foreign)

@@ -1,0 +1,91 @@
+"""Random checkpoints of every model family, as arguments of `make_checkpoint`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.helpers.checkpoints import LINEAR, LLAMA3
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+OSS_YARN = {**YARN, "truncate": False}
+MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+PHI3 = {"family": "phi3", "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
+QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
+
+
+def longrope(original: int, pairs: int) -> dict[str, Any]:
+    generator = random.Random(0)
+    short, long = ([1 + span * generator.random() for _ in range(pairs)] for span in (1, 8))
+    return {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        },
+        "original_max_position_embeddings": original,
+    }
+
+
+def partial(options: dict[str, Any], factor: float) -> dict[str, Any]:
+    rope = {**options["rope_parameters"], "partial_rotary_factor": factor}
+    return {**options, "rope_parameters": rope, "partial_rotary_factor": factor}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "llama3-rope": {"family": "llama", "rope_parameters": LLAMA3},
+    "llama-linear-rope-sharded": {"family": "llama", "rope_parameters": LINEAR, "sharded": True},
+    "llama-yarn": {"family": "llama", "rope_parameters": YARN},
+    "llama-mha-head-dim": {"family": "llama", "num_key_value_heads": 8, "head_dim": 32},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral-window-without-effect": {"family": "mistral", "max_position_embeddings": 64, "sliding_window": 64},
+    "mistral-window": {"family": "mistral", "sliding_window": 7},
+    "ministral": {"family": "ministral", "head_dim": 16, "sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]},
+    "ministral3": {"family": "ministral3", "head_dim": 16, "rope_parameters": {**YARN, **MINISTRAL3}},
+    "mixtral": {"family": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 4},
+    "mixtral-window-sharded": {"family": "mixtral", "sliding_window": 7, "num_local_experts": 5, "sharded": True},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-last-windows": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen2-tied-sharded": {"family": "qwen2", "tie_word_embeddings": True, "sharded": True},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3-biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True},
+    "qwen3-named-windows": {
+        "family": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": [SLIDING, FULL, SLIDING],
+    },
+    "qwen3-tied-sharded": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "sharded": True},
+    "qwen3-moe": {"family": "qwen3_moe", **QWEN_EXPERTS, "norm_topk_prob": True},
+    "qwen3-moe-some-layers": {"family": "qwen3_moe", **QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [2]},
+    "phi3": {**PHI3},
+    "phi3-window": {**PHI3, "sliding_window": 7, "num_key_value_heads": 4},
+    "phi3-partial": {**PHI3, **partial({"rope_parameters": {"rope_type": "default"}}, 0.5)},
+    "phi4-mini": {**PHI3, "tie_word_embeddings": True, **partial(longrope(16, 3), 0.75)},
+    "phi3-short": {**PHI3, "max_position_embeddings": 512, **longrope(512, 4)},
+    "gemma2": {"family": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24},
+    "gemma2-without-caps": {
+        "family": "gemma2",
+        "head_dim": 16,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {"family": "gemma3_text", "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 7},
+    "gemma3-linear": {
+        "family": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": {FULL: {**LINEAR, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "gpt-oss": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "rope_parameters": OSS_YARN},
+    "gpt-oss-sharded": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "sharded": True},
+}

@@ -1,0 +1,157 @@
+"""GGUF files of tiny models of transformers, written as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from tests.helpers.gguf_quantizers import fitting, quantize
+
+NAMES = {
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+
+
+def write_gguf(
+    path: Path,
+    model: torch.nn.Module,
+    type: Type | Callable[[str], Type] = Type.F32,
+    *,
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    **writer_options: Any,
+) -> None:
+    """Write the model, its matrices in a type, and give it the weights that they mean then.
+
+    type: of all, or by a tensor's name in transformers. What has no whole blocks gets the type that llama.cpp gives it.
+    change: adds to the metadata. writer_options: of GGUFWriter, such as `split_max_tensors`.
+    """
+    config: Any = model.config
+    writer = gguf.GGUFWriter(path, NAMES[config.model_type], **writer_options)
+    _write_config(writer, config)
+    if change is not None:
+        change(writer)
+    for name, raw, kind in _tensors(model, type):
+        writer.add_tensor(name, np.ascontiguousarray(raw), raw_dtype=None if kind == Type.F32 else kind)
+    for name, factors in _rope_factors(config):
+        writer.add_tensor(name, np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    if getattr(config, "sliding_window", None) and config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type in ("gpt_oss", "mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        writer.add_expert_feed_forward_length(inner)
+
+
+def _rope_factors(config: Any) -> Iterator[tuple[str, Any]]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", rope["long_factor"]
+        yield "rope_factors_short.weight", rope["short_factor"]
+    if rope.get("rope_type") == "llama3":  # as LlamaModel.generate_extra_tensors of convert_hf_to_gguf.py
+        head_dim = config.hidden_size // config.num_attention_heads
+        frequencies = 1.0 / (rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
+        low, high, length = (
+            rope[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        )
+        factors = []
+        for wavelength in 2 * np.pi / frequencies:
+            smooth = (length / wavelength - low) / (high - low)
+            if wavelength < length / high:
+                factors.append(1)
+            elif wavelength > length / low:
+                factors.append(rope["factor"])
+            else:
+                factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+        yield "rope_freqs.weight", factors
+
+
+def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iterator[tuple[str, np.ndarray, Type]]:
+    """Names, blocks and types of all tensors."""
+    config: Any = model.config
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES[config.model_type]]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
+        rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
+        router = name.endswith((".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        quantized = parameter.dim() > 1 and "bias" not in name and not router
+        asked = type if isinstance(type, Type) else type(name)
+        kind = fitting(asked, rows.shape[-1]) if quantized else Type.F32
+        raw = quantize(rows.contiguous().numpy(), kind)
+        values = torch.from_numpy(gguf.dequantize(raw, kind)).view_as(rows)
+        with torch.no_grad():
+            parameter.copy_(values.transpose(1, 2) if transposed else values)
+        if "experts.gate_up_proj" in name:
+            halves = (raw[:, ::2], raw[:, 1::2]) if config.model_type == "gpt_oss" else np.split(raw, 2, axis=1)
+            suffix = "bias" if name.endswith("bias") else "weight"
+            for part, half in zip(("gate", "up"), halves, strict=True):
+                yield f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}", half, kind
+            continue
+        found = names.get_name(name.replace("proj_bias", "proj.bias"), (".weight", ".bias"))
+        assert found is not None, name
+        found += "" if found.endswith((".weight", ".bias")) else ".weight"
+        if NAMES[config.model_type] == "llama" and ".attn_q." in found:
+            raw = permute(raw, config.num_attention_heads)
+        if NAMES[config.model_type] == "llama" and ".attn_k." in found:
+            raw = permute(raw, config.num_key_value_heads)
+        if config.model_type.startswith("gemma") and found.endswith("norm.weight"):
+            raw = raw + 1
+        yield found, raw, kind
+
+
+def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of convert_hf_to_gguf.py."""
+    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
