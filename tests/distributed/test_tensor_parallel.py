@@ -44,6 +44,7 @@ from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
+from tests.worker.test_methods_engine import methods
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -116,8 +117,10 @@ def short_path() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("end", "size"),
-    [(signal.SIGINT, "tensor_parallel_size"), (signal.SIGKILL, "data_parallel_size")],
-    ids=["Ctrl-C", "killed"],
+    [
+        pytest.param(signal.SIGINT, "tensor_parallel_size", marks=pytest.mark.long, id="Ctrl-C"),
+        pytest.param(signal.SIGKILL, "data_parallel_size", id="killed"),
+    ],
 )
 def test_nothing_is_left_when_the_engine_is_ended(
     checkpoints, short_path: Path, end: signal.Signals, size: str
@@ -198,7 +201,7 @@ def compression_of(method: str) -> CompressionConfig:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_every_method_keeps_on_all_ranks_what_it_keeps_on_one(checkpoints, shards, method: str, ranks: int) -> None:
     """On four ranks, two hold each KV head, with half of its query heads each."""
     path = checkpoints["qwen3"]
@@ -369,6 +372,7 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
     assert tokens(llm, prompts[:4], greedy(40)) == [found[:40] for found in expected[:4]]
 
 
+@pytest.mark.long
 def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, tmp_path, capsys, monkeypatch) -> None:
     undisturbed = worker_faults.run_undisturbed
 
@@ -433,12 +437,16 @@ def test_logits_that_are_not_finite_end_requests_and_no_worker(ray_llm, checkpoi
         assert all("logits are not finite" in str(output.error) for output in outputs)
 
 
-@pytest.mark.parametrize("all_have_it", [True, False])
-def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch, all_have_it: bool) -> None:
-    """Ctrl-C between plan and result, or before every rank has the plan."""
+def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch) -> None:
+    """Ctrl-C between plan and result, then before every rank has the plan."""
     expected = tokens(make_llm(checkpoints["qwen3"]), random_prompts(256, lengths=(3, 20)), greedy(12))
-    llm = ray_llm(checkpoints["qwen3"])
-    engine = llm.llm_engine
+    engine = ray_llm(checkpoints["qwen3"], enable_prefix_caching=False).llm_engine
+    for all_have_it in (True, False):
+        interrupt_a_step(engine, monkeypatch, expected, all_have_it=all_have_it)
+        assert len(engine.executor.restart_seconds) == (0 if all_have_it else 1)
+
+
+def interrupt_a_step(engine, monkeypatch, expected: list[list[int]], *, all_have_it: bool) -> None:
     outputs = [engine.add_request(str(i), p, greedy(12)) for i, p in enumerate(random_prompts(256, lengths=(3, 20)))]
     engine.step()
 
@@ -453,7 +461,6 @@ def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch,
     while engine.has_unfinished_requests():
         engine.step()
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert len(engine.executor.restart_seconds) == (0 if all_have_it else 1)
 
 
 # Errors and leftovers
@@ -520,9 +527,12 @@ def our_memory() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("end", ["close", "garbage"])
+@pytest.mark.parametrize("end", [pytest.param("close", marks=pytest.mark.long), "garbage"])
 def test_nothing_is_left_of_a_pool(ray_llm, checkpoints, end: str) -> None:
-    make_llm(checkpoints["qwen3"], tensor_parallel_size=2).llm_engine.close()  # the first pool makes Ray open sockets
+    first = make_llm(checkpoints["qwen3"], tensor_parallel_size=2)  # the first pool makes Ray open sockets
+    pids = first.llm_engine.executor.pids
+    first.llm_engine.close()
+    assert not any(map(psutil.pid_exists, pids))
     gc.collect()
     sockets_before, memory_before = len(psutil.Process().net_connections()), set(our_memory())
     free_before = ray.available_resources()["CPU"]
@@ -547,6 +557,7 @@ def test_nothing_is_left_of_a_pool(ray_llm, checkpoints, end: str) -> None:
 # Blocks on the host
 
 
+@pytest.mark.long
 def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
     """Each to host memory of its own, of which both together have as many bytes as one rank would."""
     options = {"num_gpu_blocks_override": 24, "block_size": 8, "watermark": 0.0}
@@ -580,6 +591,7 @@ def test_what_is_on_the_host_is_computed_again_when_a_rank_dies(ray_llm, checkpo
     assert tokens(llm, prompts, greedy(60)) == expected and engine.stats.prefix_host_hits > before
 
 
+@pytest.mark.long
 def test_two_ranks_recall_as_one(ray_llm, checkpoints) -> None:
     options = RECALL | {"compression": recalling("periodic")}
     one = make_llm(checkpoints["qwen3"], **options)

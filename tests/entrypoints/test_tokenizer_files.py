@@ -69,11 +69,11 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<|begi
 
 @functools.cache
 def strings(special: tuple[str, ...] = ()) -> list[str]:
-    """A thousand texts: code, runs of whitespace, several languages, emoji and tokens' names."""
+    """Three hundred texts: code, runs of whitespace, several languages, emoji and tokens' names."""
     draw = random.Random(0)
     runs = [" " * count for count in range(20)] + ["\n" * count + "return" for count in range(5)]
     mixed = [
-        "".join(draw.choices(PARTS + special, k=draw.randint(1, 12))) for _ in range(1000 - len(runs) - len(TEXTS))
+        "".join(draw.choices(PARTS + special, k=draw.randint(1, 12))) for _ in range(300 - len(runs) - len(TEXTS))
     ]
     return [*runs, *TEXTS, *mixed]
 

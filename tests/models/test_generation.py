@@ -37,6 +37,15 @@ CASES = (
 COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4}
 
 
+NEW_TOKENS = 64
+
+
+def families(*usual: str) -> pytest.MarkDecorator:
+    """Checkpoints of all families, of which only the `usual` ones are run by default."""
+    cases = [pytest.param(name, marks=() if name in usual else pytest.mark.long) for name in CASES]
+    return pytest.mark.parametrize("checkpoint", cases, indirect=True, scope="module")
+
+
 def crowded(checkpoint: Path, new_tokens: int, block_size: int = 16) -> dict[str, Any]:
     """Options with a pool that the longest sequence nearly fills."""
     options: dict[str, Any] = {"block_size": block_size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -55,8 +64,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
     """The tokens of an engine with too few blocks, which are transformers'."""
-    llm, prompts = make_llm(checkpoint, **crowded(checkpoint, 128)), random_prompts(256)
-    found = tokens(llm, prompts)
+    llm, prompts = make_llm(checkpoint, **crowded(checkpoint, NEW_TOKENS)), random_prompts(256)
+    found = tokens(llm, prompts, greedy(NEW_TOKENS))
     assert_greedy(checkpoint, prompts, found)
     assert_crowded_and_cached(llm, prompts[-1], found[-1])
     return found
@@ -71,9 +80,10 @@ def assert_crowded_and_cached(llm: LLM, prompt: dict, expected: list[int]) -> No
 
 
 def test_greedy_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
-    assert [len(each) for each in expected] == [128] * 8
+    assert [len(each) for each in expected] == [NEW_TOKENS] * 8
 
 
+@families("llama-biases", "mistral-window", "qwen3-moe", "gemma2", "gpt-oss")
 def test_two_ranks(checkpoint: Path, expected: list[list[int]]) -> None:
     llm, prompts = make_llm(checkpoint, **crowded(checkpoint, 32)), random_prompts(256)
     with shared_memory_shards(2) as shards:
@@ -88,6 +98,7 @@ def compressed_tokens(llm: LLM) -> list[list[int]]:
     return found
 
 
+@families("llama-yarn", "llama-biases", "qwen3-named-windows", "phi4-mini", "gemma2", "gpt-oss")
 def test_compression(checkpoint: Path) -> None:
     """Logits are those of transformers, whose full layers attend what survived; two ranks give the same tokens."""
     windows = [layer.window for layer in load_model_config(checkpoint).layers] or [None] * 3

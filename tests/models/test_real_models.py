@@ -49,7 +49,7 @@ def assert_those_of_transformers(path: Path, outputs: list[RequestOutput]) -> No
 @pytest.mark.parametrize("name", [SMOLLM2, GEMMA3])
 def test_tokens_and_log_probabilities_of_transformers(real_model: Callable[[str], Path], name: str) -> None:
     path = real_model(name)
-    outputs = make_llm(path).generate(PROMPTS, greedy(32, logprobs=0), use_tqdm=False)
+    outputs = make_llm(path).generate(PROMPTS, greedy(12, logprobs=0), use_tqdm=False)
     assert len(outputs[-1].prompt_token_ids) > 512 and outputs[0].outputs[0].text.startswith(" 7, 8, 9")
     assert_those_of_transformers(path, outputs)
 

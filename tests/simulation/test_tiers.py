@@ -47,6 +47,8 @@ RECALLING: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 180, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 POOL = 90
+RECALLED = (("periodic", 3, "never"), ("pressure", 1, "always"), ("threshold", 3, "never"))
+"""Policy, period and swap of recalls that are compared by default."""
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,9 @@ def some_lengths(count: int = 24) -> list[tuple[int, int]]:
     return [(rng.randint(1, 60), rng.randint(1, 120)) for _ in range(count)]
 
 
-def run_engine(checkpoint: Path, **options: Any) -> LLM:
+def run_engine(checkpoint: Path, requests: int = 24, **options: Any) -> LLM:
     """An engine behind a run."""
-    lengths = some_lengths()
+    lengths = some_lengths(requests)
     engine = {"kv_offloading_size": 0.05, "enable_prefix_caching": False, "num_gpu_blocks_override": POOL}
     llm = LLM(checkpoint, **OPTIONS | engine | options)
     params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True) for _, output in lengths]
@@ -81,8 +83,8 @@ def run_engine(checkpoint: Path, **options: Any) -> LLM:
     return llm
 
 
-def run_simulated(cost: CostModel, llm: LLM, **options: Any) -> Outcome:
-    lengths = some_lengths()
+def run_simulated(cost: CostModel, llm: LLM, requests: int = 24, **options: Any) -> Outcome:
+    lengths = some_lengths(requests)
     return simulate(llm.config, cost, lengths, [0.0] * len(lengths), **options)
 
 
@@ -175,8 +177,14 @@ def test_a_link_makes_one_transfer_after_the_other() -> None:
 
 
 @pytest.mark.usefixtures("_loads_end")
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("swap", ["always", "never"])
+@pytest.mark.parametrize(
+    ("swap", "ahead"),
+    [
+        ("always", True),
+        ("never", False),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("always", False), ("never", True))),
+    ],
+)
 @pytest.mark.parametrize(
     "compression",
     [
@@ -212,14 +220,14 @@ def test_plans_are_those_of_the_engine(
 
 @pytest.mark.usefixtures("_loads_end")
 @pytest.mark.parametrize(
-    ("period", "swap"),
+    ("policy", "period", "swap"),
     [
-        (1, "always"),
-        (3, "never"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((3, "always"), (1, "never"))),
+        pytest.param(policy, period, swap, marks=() if (policy, period, swap) in RECALLED else pytest.mark.long)
+        for policy in RECALLING
+        for period in (1, 3)
+        for swap in ("always", "never")
     ],
 )
-@pytest.mark.parametrize("policy", RECALLING)
 def test_what_recall_scores_is_what_the_engine_scores(
     checkpoint: Path, cost: CostModel, monkeypatch: pytest.MonkeyPatch, policy: str, swap: str, period: int
 ) -> None:
@@ -244,12 +252,12 @@ def test_what_recall_scores_is_what_the_engine_scores(
     given = {"method": "keydiff", "buffer": 4, "recall_dtype": "int8"}
     windows = {} if policy == "threshold" else {"window_blocks": 3, "retain_blocks": 1}
     compression = paper_compression(**given | windows | RECALLING[policy], recall_period=period)
-    llm = run_engine(checkpoint, compression=compression, swap=swap, num_gpu_blocks_override=POOL // 2)
+    llm = run_engine(checkpoint, 12, compression=compression, swap=swap, num_gpu_blocks_override=POOL // 2)
     recalls = sum(count for count, *_ in real)
     shape, heads = llm.cache_shape, llm.cache_shape.num_layers * llm.cache_shape.num_kv_heads
     chunk_bytes = host_chunk_bytes(llm.config, shape) // 16 // heads - 8
     pairs = llm.stats().recalled_bytes / recalls / heads / (shape.pair_bytes + chunk_bytes)
-    outcome = run_simulated(cost, llm, recalled_pairs=pairs)
+    outcome = run_simulated(cost, llm, 12, recalled_pairs=pairs)
     assert [each[1:] for each in simulated] == [each[1:] for each in real]
     assert outcome.recalls == recalls > 0 and not outcome.lost_pairs
     assert outcome.phases.recall > 0 and outcome.host_bytes > 0

@@ -75,11 +75,11 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 # What is sampled obeys
 
 
-def test_200_samples_match_a_schema(stories: LLM) -> None:
-    found = texts(generate(stories, [StructuredOutputsParams(json=SCHEMA)] * 200, temperature=1.5, max_tokens=400))
+def test_samples_match_a_schema(stories: LLM) -> None:
+    found = texts(generate(stories, [StructuredOutputsParams(json=SCHEMA)] * 60, temperature=1.5, max_tokens=400))
     for text in found:
         jsonschema.validate(json.loads(text), SCHEMA)
-    assert len(set(found)) > 150  # of which none was forced
+    assert len(set(found)) > 45  # of which none was forced
 
 
 @pytest.mark.parametrize("pattern", [r"[0-9]{2,4}(x|yz)?", r"^(so|we|[a-f]{1,5}){3}$"])

@@ -436,11 +436,16 @@ def test_the_dense_decoder_is_that_of_transformers(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # transformers normalizes in float32 all the same
 
 
-RETENTION = pytest.mark.parametrize("retain_tokens", [None, 17], ids=["whole blocks", "exact count"])
+def with_retention(name: str, first: Any, second: Any) -> pytest.MarkDecorator:
+    """Another parameter beside `retain_tokens`: both values of each by default, all pairs with `--long`."""
+    pairs = [(first, None, "whole blocks"), (second, 17, "exact count")]
+    others = [(first, 17, "exact count"), (second, None, "whole blocks")]
+    usual = [pytest.param(value, retain, id=f"{value}-{kept}") for value, retain, kept in pairs]
+    long = [pytest.param(value, retain, id=f"{value}-{kept}", marks=pytest.mark.long) for value, retain, kept in others]
+    return pytest.mark.parametrize((name, "retain_tokens"), usual + long)
 
 
-@RETENTION
-@pytest.mark.parametrize("compress_prompt", [False, True])
+@with_retention("compress_prompt", False, True)
 @EVERY_FAMILY
 def test_decoding_is_dense_attention_over_the_survivors(
     checkpoints: dict[str, Path],
@@ -483,7 +488,9 @@ def survivors(recorder: Recorder) -> dict[tuple[int, ...], list[tuple[int, list]
     return found
 
 
-@RETENTION
+@pytest.mark.parametrize(
+    "retain_tokens", [pytest.param(None, id="whole blocks", marks=pytest.mark.long), pytest.param(17, id="exact count")]
+)
 def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], retain_tokens: int | None) -> None:
     """Not on those that share the event, nor on the number of rows that are recomputed at a time."""
     prompts = random_token_ids(2, 2, 2, 2, 2)
@@ -504,8 +511,7 @@ def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], 
         assert run([prompt]) == {tuple(prompt): together[tuple(prompt)]}
 
 
-@RETENTION
-@pytest.mark.parametrize("num_threads", [1, 4])
+@with_retention("num_threads", 1, 4)
 def test_completions_of_one_prompt_are_compressed_apart(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], num_threads: int, retain_tokens: int | None
 ) -> None:
@@ -578,8 +584,7 @@ def test_a_compressed_output_is_not_offered(checkpoints: dict[str, Path], decode
         assert_dense(decoders["qwen3"], recorder.texts[-1])
 
 
-@RETENTION
-@pytest.mark.parametrize("compress_prompt", [False, True])
+@with_retention("compress_prompt", True, False)
 def test_a_preempted_sequence_has_a_consistent_cache(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], compress_prompt: bool, retain_tokens: int | None
 ) -> None:

@@ -147,7 +147,7 @@ def compressions() -> dict[str, CompressionConfig]:
 
 
 @DEVICES
-@pytest.mark.parametrize("name", compressions())
+@pytest.mark.parametrize("name", names_of_compressions())
 def test_compression_events_between_recorded_steps(checkpoint: Path, device: str, name: str) -> None:
     """Events fire with recordings on: they change tables and lengths, and the next recorded step sees that."""
     options = {"compression": compressions()[name], "block_size": 8, "num_gpu_blocks_override": 60}

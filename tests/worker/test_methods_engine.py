@@ -6,6 +6,7 @@ there is none. Memory that holds no entry is NaN between steps, the holes of sin
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,39 @@ from tests.helpers.recorder import assert_dense
 
 THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not refusal(name, "threshold")]
 POLICIES = ("threshold", "periodic", "pressure", "standalone")
-UNDER_EVERY_POLICY = ("kara", "h2o", "expected_attention_calibrated", "mean_attention")
+OF_EACH_KIND = (
+    "kara",
+    "mean_attention",
+    "linear_scorer",
+    "kara_no_bi",
+    "snapkv",
+    "expected_attention_calibrated",
+    "dms",
+    "kvzip",
+    "adakv",
+    "h2o",
+    "sliding_window",
+)
+"""Methods that differ in what they need from the engine (`MethodSpec`): every need is among theirs."""
 
 
-def cases(*policies: str, compress_prompt: bool = False) -> pytest.MarkDecorator:
+def methods(names: Iterable[str], usual: Container[str] = OF_EACH_KIND) -> list[Any]:
+    """Methods as parameters; those that are not in `usual` are run with `--long` alone."""
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.long) for name in names]
+
+
+def cases(*policies: str, compress_prompt: bool = False, usual: Container[str] = OF_EACH_KIND) -> pytest.MarkDecorator:
     """Every method under every one of these policies that it allows; with `compress_prompt` those that
-    compress prompts. By default each method is run under the first of them, and some under all."""
-    found = []
+    compress prompts. By default only the `usual` methods are run, each under one policy, in turn."""
+    found, turn = [], 0
     for name, spec in SPECS.items():
         of_output = {"threshold"} if spec.reselects else set()  # prompts here are as long as the budgets
         allowed = [policy for policy in policies if not refusal(name, policy) and policy not in of_output]
         allowed *= not (compress_prompt and spec.reselects)
         for policy in allowed:
-            usual = policy == allowed[0] or name in UNDER_EVERY_POLICY
-            found.append(pytest.param(name, policy, marks=() if usual else pytest.mark.long))
+            by_default = name in usual and policy == allowed[turn % len(allowed)]
+            found.append(pytest.param(name, policy, marks=() if by_default else pytest.mark.long))
+        turn += name in usual
     return pytest.mark.parametrize(("method", "policy"), found)
 
 
@@ -91,7 +111,7 @@ def pool(policy: str) -> dict[str, int]:
     return {"num_gpu_blocks_override": 26} if policy == "pressure" else {}
 
 
-@cases(*POLICIES)
+@cases(*POLICIES, usual=SPECS)
 def test_decoding_and_survivors_are_those_of_dense_attention(
     checkpoint: Path, decoder: DenseDecoder, method: str, policy: str
 ) -> None:
@@ -102,7 +122,7 @@ def test_decoding_and_survivors_are_those_of_dense_attention(
     assert_stats(llm)
 
 
-@pytest.mark.parametrize("method", THRESHOLD_METHODS)
+@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "snapkv", "adakv", "h2o")))
 def test_requests_with_budgets_of_their_own_and_a_protected_prompt(
     checkpoint: Path, decoder: DenseDecoder, method: str
 ) -> None:
@@ -145,7 +165,7 @@ def test_requests_with_compression_settings_of_their_own(
                 assert event.retain == retained
 
 
-@pytest.mark.parametrize("method", ["kara_causal", "kara_sharp"])
+@pytest.mark.parametrize("method", methods(["kara_causal", "kara_sharp"], ["kara_sharp"]))
 def test_what_was_stored_before_scores_were_added_up_stays(
     checkpoint: Path, decoder: DenseDecoder, method: str
 ) -> None:
@@ -175,7 +195,7 @@ def test_windows_of_a_prompt(checkpoint: Path, decoder: DenseDecoder, method: st
     assert_stats(llm)
 
 
-@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "adakv", "h2o", "sliding_window"])
+@pytest.mark.parametrize("method", methods(["snapkv", "pyramidkv", "adakv", "h2o", "sliding_window"], ["adakv", "h2o"]))
 def test_the_reference_backend_does_the_same(checkpoint: Path, decoder: DenseDecoder, method: str) -> None:
     config = compression_config(method, "threshold")
     outputs, kept = [], []
@@ -187,7 +207,10 @@ def test_the_reference_backend_does_the_same(checkpoint: Path, decoder: DenseDec
     assert outputs[0] == outputs[1] and kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("method", [name for name in THRESHOLD_METHODS if SPECS[name].queries != "none"])
+@pytest.mark.parametrize(
+    "method",
+    methods((name for name in THRESHOLD_METHODS if SPECS[name].queries != "none"), ["kara_no_bi", "snapkv", "adakv"]),
+)
 def test_recomputed_queries_are_those_of_decoding(checkpoint: Path, decoder: DenseDecoder, method: str) -> None:
     """Between two thresholds nothing changes that the last tokens attended, so recomputing gives what they had."""
     config = compression_config(method, "threshold")
@@ -208,9 +231,9 @@ def test_recomputed_queries_are_those_of_decoding(checkpoint: Path, decoder: Den
     ("method", "sizes"),
     [
         ("snapkv", (44, 25)),
-        ("h2o", (40, 24)),
+        pytest.param("h2o", (40, 24), marks=pytest.mark.long),
         ("adakv", (44, 24)),
-        ("pyramidkv", (41, 20)),
+        pytest.param("pyramidkv", (41, 20), marks=pytest.mark.long),
         ("sliding_window", (44, 25)),
         ("sliding_window", (48, 24)),
     ],
@@ -333,7 +356,7 @@ def assert_each_as_alone(
 
 
 @pytest.mark.parametrize("compress_prompt", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("method", READS_MORE_THAN_KEYS)
+@pytest.mark.parametrize("method", methods(READS_MORE_THAN_KEYS))
 def test_survivors_depend_on_no_other_request(checkpoint: Path, method: str, compress_prompt: bool) -> None:
     """Nor on the chunks of the prompt, or on how many of its windows a step has tokens for."""
     config = compression_config(method, "standalone", compress_prompt=compress_prompt)
@@ -378,7 +401,7 @@ def test_a_preempted_sequence_has_a_consistent_cache(
     assert_stats(llm)
 
 
-@pytest.mark.parametrize("method", THRESHOLD_METHODS)
+@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "snapkv", "kvzip", "adakv", "h2o")))
 def test_preemption_changes_no_token_under_a_threshold(checkpoint: Path, method: str) -> None:
     """Computed again, a text is compressed at the same lengths, from the same queries."""
     tokens, preemptions = [], []
@@ -393,7 +416,7 @@ def test_preemption_changes_no_token_under_a_threshold(checkpoint: Path, method:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("method", ["h2o", "adakv", "pyramidkv", "random"])
+@pytest.mark.parametrize("method", methods(["h2o", "adakv", "pyramidkv", "random"], ["h2o", "adakv"]))
 def test_a_failed_step_leaves_no_trace(
     checkpoint: Path, decoder: DenseDecoder, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +522,7 @@ def complete_without_recorder(path: Path, compression: CompressionConfig | None)
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
-@pytest.mark.parametrize("method", THRESHOLD_METHODS)
+@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS))
 def test_a_budget_of_everything_changes_no_token(checkpoint: Path, uncompressed: list, method: str) -> None:
     sizes: dict[str, Any] = {"threshold_tokens": 40, "budget_tokens": 40}
     if SPECS[method].reselects:

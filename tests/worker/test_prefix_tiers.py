@@ -170,7 +170,7 @@ def run_script(checkpoint: Path, directory: Path, way: str) -> subprocess.Comple
     return subprocess.run(arguments, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("way", ["killed", "killed while it writes"])
+@pytest.mark.parametrize("way", ["killed", pytest.param("killed while it writes", marks=pytest.mark.long)])
 def test_prefixes_outlive_a_killed_process(
     checkpoint: Path, expected: list[list[int]], tmp_path: Path, way: str
 ) -> None:

@@ -50,8 +50,14 @@ def assert_swapped(llm: LLM, *, recomputed: bool = False) -> None:
     llm.llm_engine.scheduler.check()
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("dtype", ["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard", "fp8_e4m3"])
+DTYPES = ("auto", "int8", "int6_int4", "int4", "int6_int4_hadamard", "fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "caching"),
+    [(dtype, True) for dtype in DTYPES]
+    + [pytest.param(dtype, False, marks=() if dtype == "auto" else pytest.mark.long) for dtype in DTYPES],
+)
 def test_tokens_are_those_of_a_run_without_preemption(checkpoint: Path, dtype: str, caching: bool) -> None:
     options: dict[str, Any] = SMALL | {"kv_cache_dtype": dtype, "enable_prefix_caching": caching}
     options["attention_backend"] = "reference" if dtype == "fp8_e4m3" else "cpu"
@@ -86,15 +92,20 @@ def test_windows_come_back(tmp_path: Path) -> None:
 
 
 def methods() -> list[Any]:
-    """Each method under the first policy that it allows, those with state of their own under several."""
+    """By default one method for each kind of state, and each policy."""
+    usual = {
+        ("h2o", "periodic"),
+        ("adakv", "threshold"),
+        ("kara_sharp", "standalone"),
+        ("mean_attention", "periodic"),
+        ("keydiff", "threshold"),
+    }
     cases = []
     for name, spec in SPECS.items():
         policies = ("threshold", "periodic", "standalone")[spec.reselects :]  # prompts here are longer than budgets
         allowed = [policy for policy in policies if not refusal(name, policy)]
-        usual = name in ("h2o", "adakv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
         cases += [
-            pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)
-            for policy in allowed
+            pytest.param(name, policy, marks=() if (name, policy) in usual else pytest.mark.long) for policy in allowed
         ]
     return cases
 
@@ -119,7 +130,7 @@ def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", ["keydiff", "kara_sharp"])
+@pytest.mark.parametrize("method", [pytest.param("keydiff", marks=pytest.mark.long), "kara_sharp"])
 def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_layers: Path, method: str) -> None:
     """A sequence that compresses by its own length alone compresses at the same tokens, wherever it was between."""
     groups = (LayerGroup((0, 2, 3), 8), LayerGroup((1,), 16), LayerGroup((4,), 24))
@@ -134,7 +145,7 @@ def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_
     assert llm.stats().windows_compressed >= 5
 
 
-@pytest.mark.parametrize("name", ["keys alone", "observed"])
+@pytest.mark.parametrize("name", [pytest.param("keys alone", marks=pytest.mark.long), "observed"])
 def test_shares_by_layer_go_on_where_they_were(five_layers: Path, name: str) -> None:
     llm, recorder = shares.recorded(five_layers, compression=shares.METHODS[name], num_gpu_blocks_override=12, **HOST)
     run_poisoned(llm, random_token_ids(5, 50, 34, seed=1), SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True))
