@@ -196,6 +196,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("threads")
 def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys, monkeypatch):
     compression = CompressionConfig(

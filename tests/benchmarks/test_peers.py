@@ -123,6 +123,7 @@ def test_a_child_that_hangs_is_ended_with_what_it_started(tmp_path):
     wait_until(lambda: not runs(worker), "the end of what it started")  # a signal takes its time to arrive
 
 
+@pytest.mark.long
 def test_an_environment_that_cannot_be_made_gives_its_reason(tmp_path, monkeypatch):
     monkeypatch.setitem(ENVIRONMENTS, "vllm", Environment((f"{tmp_path}/no-such-package",)))
     checkpoints, failures = peers.prepare(PeerFiles(tmp_path / "peers"), ["kvllm", "vllm"], tmp_path)

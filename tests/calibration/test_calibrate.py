@@ -109,6 +109,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_work() -> None:
         files.calibrate(Path("/proc"), [Text("", [], [3] * LENGTH)], "text")
 
 
+@pytest.mark.long
 def test_problems_of_the_reasoner(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for file in Path(DEFAULT_MODEL).iterdir():
         if not file.name.startswith("kv_"):

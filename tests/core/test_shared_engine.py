@@ -166,9 +166,24 @@ def owner_of(llm: LLM, path: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("error", [Failure, RequestError, KeyboardInterrupt])
-@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
-@pytest.mark.parametrize(("path", "method"), BOUNDARIES)
+ERRORS = (Failure, RequestError, KeyboardInterrupt)
+
+
+def errors_at_boundaries() -> list[Any]:
+    """Each error before and behind some methods, each method with one error before it and another one behind."""
+    cases = []
+    for number, (path, method) in enumerate(BOUNDARIES):
+        for behind in (False, True):
+            for kind, error in enumerate(ERRORS):
+                usual = (number + behind) % len(ERRORS) == kind
+                name = f"{path}-{method}-{'behind' if behind else 'before'}-{error.__name__}"
+                cases.append(
+                    pytest.param(path, method, behind, error, id=name, marks=() if usual else pytest.mark.long)
+                )
+    return cases
+
+
+@pytest.mark.parametrize(("path", "method", "behind", "error"), errors_at_boundaries())
 def test_an_exception_at_a_step_boundary(
     llm: LLM, expected: list[Any], path: str, method: str, behind: bool, error: type[BaseException]
 ) -> None:
@@ -189,7 +204,7 @@ def test_an_exception_at_a_step_boundary(
 @pytest.mark.parametrize(("path", "method"), BOUNDARIES)
 def test_an_exception_beside_the_calls_of_other_threads(llm: LLM, expected: list[Any], path: str, method: str) -> None:
     """It leaves one call at most. The others, and the next ones, have their tokens."""
-    for number in (1, 5, 12):
+    for number in (1, 5, 12) if examples(100) == 100 else (5,):
         raised: list[int] = []
 
         def work(thread: int, raised: list[int] = raised) -> None:

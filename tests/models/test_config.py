@@ -57,7 +57,7 @@ def test_rotations_equal_transformers(tmp_path: Path, rope: str) -> None:
     bits."""
     theirs = make_checkpoint(tmp_path, "llama", head_dim=64, rope_parameters=ROPES[rope])
     config = load_model_config(tmp_path)
-    for length in (100_000, 60):
+    for length in (20_000, 60):
         cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
         expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), 1)
         atol = 2e-3 if rope == "dynamic" else 1e-6

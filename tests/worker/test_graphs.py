@@ -146,8 +146,22 @@ def compressions() -> dict[str, CompressionConfig]:
     return found
 
 
+OF_EACH_KIND = (
+    "periodic-kara",
+    "periodic-kara-prompt",
+    "pressure-kara",
+    "pressure-mean_attention",
+    "threshold-h2o",
+    "threshold-adakv",
+    "threshold-kvzip",
+    "threshold-snapkv",
+)
+
+
 @DEVICES
-@pytest.mark.parametrize("name", names_of_compressions())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.long) for name in compressions()]
+)
 def test_compression_events_between_recorded_steps(checkpoint: Path, device: str, name: str) -> None:
     """Events fire with recordings on: they change tables and lengths, and the next recorded step sees that."""
     options = {"compression": compressions()[name], "block_size": 8, "num_gpu_blocks_override": 60}

@@ -59,7 +59,11 @@ def test_groups_of_a_mixed_model(checkpoint: Path) -> None:
     assert make_llm(checkpoint, **KEPT).config.kv_groups == (KVGroup(None, ((),)),)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_gpu_blocks_override": 60}, {"block_size": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"num_gpu_blocks_override": 60}, {"block_size": 7}],
+    ids=str,
+)
 def test_no_released_slot_is_read(checkpoint: Path, options: dict) -> None:
     """Prompts in chunks, branches that share blocks, a common beginning, and a pool that is too small."""
     options = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 8, "watermark": 0.0} | options

@@ -85,15 +85,15 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
     "method, policy, name",
     [
         ("kara_sharp", PERIODIC, "int4"),
-        ("kara", PERIODIC, "int8"),
+        pytest.param("kara", PERIODIC, "int8", marks=pytest.mark.long),
         ("keydiff", PERIODIC, "fp8_e4m3"),
         ("h2o", THRESHOLD, "int8"),
-        ("adakv", THRESHOLD, "int4"),
-        ("kara_sharp", PERIODIC, "int4_hadamard"),
+        pytest.param("adakv", THRESHOLD, "int4", marks=pytest.mark.long),
+        pytest.param("kara_sharp", PERIODIC, "int4_hadamard", marks=pytest.mark.long),
         ("kara", PERIODIC, "int6_int4"),
-        ("h2o", THRESHOLD, "int6_int4"),
-        ("kara_sharp", PERIODIC, "int6_int4_hadamard"),
-        ("h2o", THRESHOLD, "int6_int4_hadamard"),
+        pytest.param("h2o", THRESHOLD, "int6_int4", marks=pytest.mark.long),
+        pytest.param("kara_sharp", PERIODIC, "int6_int4_hadamard", marks=pytest.mark.long),
+        pytest.param("h2o", THRESHOLD, "int6_int4_hadamard", marks=pytest.mark.long),
     ],
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:

@@ -264,10 +264,14 @@ def test_min_tokens_leaves_a_token_to_choose():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 1.5, "top_p": 0.8}, {"min_p": 0.1}],
+    ("options", "varied"),
+    [
+        ({}, "seed"),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "position"),
+        ({"temperature": 1.5, "top_p": 0.8}, "seed"),
+        ({"min_p": 0.1}, "position"),
+    ],
 )
-@pytest.mark.parametrize("varied", ["seed", "position"])
 def test_draws_follow_the_distribution(options, varied):
     vocab, draws = 30, 20_000
     logits = random_logits(1, vocab, seed=1) / 2
