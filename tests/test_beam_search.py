@@ -20,7 +20,7 @@ SEARCHES = [
     BeamSearchParams(beam_width=1, max_tokens=12),
     BeamSearchParams(beam_width=3, max_tokens=16),
     BeamSearchParams(beam_width=4, max_tokens=24, length_penalty=0.0),
-    BeamSearchParams(beam_width=2, max_tokens=24, length_penalty=2.0),
+    BeamSearchParams(beam_width=2, max_tokens=40, length_penalty=2.0),
     BeamSearchParams(beam_width=8, max_tokens=6, ignore_eos=True),
     BeamSearchParams(beam_width=5, max_tokens=10, length_penalty=-1.0),
 ]

@@ -192,7 +192,7 @@ def first_token_steps(harness: Harness, seq_id: int, limit: int = 1000) -> int:
     raise AssertionError(f"no token after {limit} steps")
 
 
-def crowded(config: EngineConfig, *, count: int = 80, max_tokens: int = 100, steps: int = 30) -> Harness:
+def crowded(config: EngineConfig, *, count: int = 40, max_tokens: int = 60, steps: int = 30) -> Harness:
     """An engine that is at work on many long requests of one tenant."""
     harness = Harness(config)
     for _ in range(count):

@@ -43,7 +43,10 @@ def run(llm: LLM, noisy: str, quiet: str) -> tuple[list[int], int, int]:
     return first, steps, llm.stats().output_tokens - before
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    ["slots are short", pytest.param("blocks are short", marks=pytest.mark.long), "blocks are short, compressed"],
+)
 def test_a_quiet_tenant_is_served_at_once_and_nothing_is_lost(name: str) -> None:
     llm = make_llm(DEFAULT_MODEL, max_model_len=256, **OPTIONS[name])
     fifo_first, fifo_steps, fifo_tokens = run(llm, "", "")

@@ -72,9 +72,7 @@ def strings(special: tuple[str, ...] = ()) -> list[str]:
     """Three hundred texts: code, runs of whitespace, several languages, emoji and tokens' names."""
     draw = random.Random(0)
     runs = [" " * count for count in range(20)] + ["\n" * count + "return" for count in range(5)]
-    mixed = [
-        "".join(draw.choices(PARTS + special, k=draw.randint(1, 12))) for _ in range(300 - len(runs) - len(TEXTS))
-    ]
+    mixed = ["".join(draw.choices(PARTS + special, k=draw.randint(1, 12))) for _ in range(300 - len(runs) - len(TEXTS))]
     return [*runs, *TEXTS, *mixed]
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvllm.worker import transfer
+from kvllm.worker import build, transfer
 from tests.helpers.device_memory import Storage
 from tests.helpers.device_streams import Stream, Streams
 
@@ -409,3 +409,11 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
             yield device
             device.synchronize()
         assert not streams.races, streams.races
+
+
+@contextmanager
+def without_first_launches() -> Iterator[None]:
+    """Engines that are made here launch no kernels first: nothing is compiled, and interpreting takes long."""
+    nothing = {"launch_rare_kernels": lambda _: None, "run_heaviest_steps": lambda *_: None}
+    with patch.multiple(build, **nothing):
+        yield

@@ -54,7 +54,7 @@ def checkpoint(
     return path, make_checkpoint(path, **FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.long), "auto"])
 def test_logits_equal_transformers(checkpoint: tuple[Path, torch.nn.Module], backend: str) -> None:
     """Two sequences: a prefill in two chunks, then decodes, one of them beside the other's prefill."""
     path, theirs = checkpoint

@@ -10,7 +10,9 @@ import pytest
 from kvllm import LLM, BeamSearchParams
 from tests.helpers.server import ServerProcess
 from tests.helpers.waiting import wait_until
-from tests.serving.conftest import PROMPT
+from tests.serving.conftest import PROMPT, SERVERS
+
+pytestmark = SERVERS
 
 PROMPTS = [PROMPT, "words: a1,b2\n"]
 BEAMS = {"use_beam_search": True, "max_tokens": 12, "temperature": 0}

@@ -17,6 +17,9 @@ from kvllm.serving import messages_protocol, protocol, responses_protocol
 from kvllm.serving.bodies import decode_fields
 from kvllm.serving.protocol import ChatCompletionRequest
 from tests.helpers.server import ServerProcess
+from tests.serving.conftest import SERVERS
+
+pytestmark = SERVERS
 
 QUESTION = [{"role": "user", "content": "Is it fine?"}]
 ASK = {"messages": QUESTION, "temperature": 0, "max_tokens": 40}

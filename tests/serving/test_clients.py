@@ -16,7 +16,9 @@ from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from tests.helpers.server import ServerProcess
 from tests.serving.clients.environment import Clients
-from tests.serving.conftest import PROMPT
+from tests.serving.conftest import PROMPT, SERVERS
+
+pytestmark = SERVERS
 
 TEMPLATE = "{%- for message in messages %}{{ message.content }}{% if not loop.last %},{% endif %}{% endfor -%}"
 ANSWER = 'Let me look.<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'

@@ -19,7 +19,9 @@ from tests.helpers.asgi import ask
 from tests.helpers.checkpoints import make_parrot
 from tests.helpers.server import ServerProcess
 from tests.helpers.tokenizers import byte_level
-from tests.serving.conftest import PROMPT
+from tests.serving.conftest import PROMPT, SERVERS
+
+pytestmark = SERVERS
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 

@@ -15,6 +15,9 @@ from kvllm.serving.messages import tool_input
 from kvllm.serving.messages_protocol import INVALID_JSON, MessagesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
+from tests.serving.conftest import SERVERS
+
+pytestmark = SERVERS
 
 OWN_TOOLS: Any = [
     {"input_schema" if key == "parameters" else key: value for key, value in tool["function"].items()} for tool in TOOLS
@@ -253,17 +256,13 @@ def test_errors(client: Any, parrot_server: ServerProcess) -> None:
         assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_the_key_of_the_client() -> None:
+def test_the_key_of_the_client(keys_server: ServerProcess) -> None:
     """It is sent in a header of its own."""
-    server = ServerProcess("--api-key", "secret", "--kv-cache-memory-bytes", "16M")
-    try:
-        wrong, right = (anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) for key in ("x", "secret"))
-        with pytest.raises(anthropic.AuthenticationError):
-            wrong.messages.create(**ASK)
-        with pytest.raises(anthropic.BadRequestError, match="chat template"):
-            right.messages.create(**ASK | {"model": "reasoner"})
-    finally:
-        assert server.stop() == 0
+    wrong, right = (anthropic.Anthropic(base_url=keys_server.url, api_key=key, max_retries=0) for key in ("x", "two"))
+    own = {"model": "reasoner", "messages": [{"role": "user", "content": "words: a1\n"}], "max_tokens": 2}
+    with pytest.raises(anthropic.AuthenticationError):
+        wrong.messages.create(**own)
+    assert right.messages.create(**own).usage.output_tokens == 2
 
 
 def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:

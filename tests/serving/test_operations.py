@@ -23,7 +23,9 @@ from kvllm.entrypoints import serve
 from kvllm.entrypoints.cli import main
 from tests.helpers.server import COMPLETION_HEAD, ServerProcess
 from tests.helpers.waiting import wait_until
-from tests.serving.conftest import PROMPT
+from tests.serving.conftest import PROMPT, SERVERS
+
+pytestmark = SERVERS
 
 POOL = ("--block-size", "16", "--kv-cache-memory-bytes", "64M")
 LONG = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}

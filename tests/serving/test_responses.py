@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +18,9 @@ from kvllm.serving.response_store import ResponseStore, StoredResponse
 from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, LOGPROBS, ResponsesRequest, chat_of, custom_input
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
+from tests.serving.conftest import SERVERS
+
+pytestmark = SERVERS
 
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 NOTE: Any = {"type": "custom", "name": "note", "description": "Writes a note."}
@@ -231,28 +233,20 @@ def test_items_of_a_long_response(client: Any, parrot_server: ServerProcess) -> 
     assert answer.usage.input_tokens == count(parrot_server, messages)
 
 
-def test_keys_have_their_own_responses() -> None:
-    keys = ("--api-key", "one", "two", "--kv-cache-memory-bytes", "16M", "--chat-template")
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
-        file.write("{% for message in messages %}{{ message.content }}{% endfor %}")
-        file.flush()
-        server = ServerProcess(*keys, file.name)
-    try:
-        one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
-        answer = one.responses.create(model="reasoner", input="words: a1\n", max_output_tokens=2)
-        assert one.responses.retrieve(answer.id) == answer
-        reference: Any = [{"type": "item_reference", "id": answer.output[0].id}]
-        for use in (
-            lambda: two.responses.retrieve(answer.id),
-            lambda: two.responses.delete(answer.id),
-            lambda: two.responses.create(model="reasoner", input="a", previous_response_id=answer.id),
-            lambda: two.responses.create(model="reasoner", input=reference),
-        ):
-            with pytest.raises(openai.NotFoundError, match="not found"):
-                use()
-        assert one.responses.retrieve(answer.id) == answer
-    finally:
-        assert server.stop() == 0
+def test_keys_have_their_own_responses(keys_server: ServerProcess) -> None:
+    one, two = (openai.OpenAI(base_url=f"{keys_server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+    answer = one.responses.create(model="reasoner", input="words: a1\n", max_output_tokens=2)
+    assert one.responses.retrieve(answer.id) == answer
+    reference: Any = [{"type": "item_reference", "id": answer.output[0].id}]
+    for use in (
+        lambda: two.responses.retrieve(answer.id),
+        lambda: two.responses.delete(answer.id),
+        lambda: two.responses.create(model="reasoner", input="a", previous_response_id=answer.id),
+        lambda: two.responses.create(model="reasoner", input=reference),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            use()
+    assert one.responses.retrieve(answer.id) == answer
 
 
 def test_bounds_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_choice import tool_choice
 from tests.helpers.parrot_chat import ANSWER, CITY, QUESTION, TIME, TOOLS
 from tests.helpers.server import ServerProcess
+from tests.serving.conftest import SERVERS
+
+pytestmark = SERVERS
 
 NO_THOUGHT = {"chat_template_kwargs": {"closed": True}}
 

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.helpers.server import COMPLETION_HEAD, ServerProcess
-from tests.serving.conftest import PROMPT
+from tests.serving.conftest import PROMPT, SERVERS
+
+pytestmark = SERVERS
 
 
 def connect(server: ServerProcess) -> socket.socket:

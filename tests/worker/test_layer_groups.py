@@ -61,7 +61,12 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+LONG = ("recomputed", "repeated")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in METHODS]
+)
 def test_layers_attend_what_their_group_keeps(checkpoint: Path, name: str) -> None:
     """Against dense attention over what survived in each layer: prompts in chunks, completions that share blocks, a
     common beginning, and a pool that is too small."""

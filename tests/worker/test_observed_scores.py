@@ -55,9 +55,7 @@ def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[tor
 @pytest.mark.parametrize(
     ("windows", "backend"),
     [(windows, "cpu") for windows in WINDOWS]
-    + [
-        pytest.param(windows, "reference", marks=() if windows == "exact" else pytest.mark.long) for windows in WINDOWS
-    ],
+    + [pytest.param(windows, "reference", marks=() if windows == "exact" else pytest.mark.long) for windows in WINDOWS],
 )
 def test_scores_of_a_first_window_are_those_of_recomputed_queries(checkpoint: Path, windows: str, backend: str) -> None:
     """Until something is dropped, a recomputed query is what it was when it passed by."""

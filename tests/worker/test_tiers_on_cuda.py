@@ -22,7 +22,7 @@ from kvllm.kvcache.tiers.queue import StreamTicket
 from kvllm.worker.memory import run_heaviest_steps, run_largest_transfers
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
-from tests.helpers.cuda_stand_in import Device, stand_in
+from tests.helpers.cuda_stand_in import Device, stand_in, without_first_launches
 from tests.helpers.processes import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -55,11 +55,12 @@ def make_llm(path: Path, device: str, disk: Path, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"max_num_seqs": 3, "num_gpu_blocks_override": 5, "max_num_batched_tokens": 60}
     tiers: dict[str, Any] = {"kv_offloading_size": 0.001, "swap": "always", "kv_offloading_path": str(disk / device)}
     common: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "block_size": 16, "watermark": 0.0}
-    return LLM(path, device=device, enforce_eager=True, **common | sizes | tiers | options)
+    with without_first_launches():
+        return LLM(path, device=device, enforce_eager=True, **common | sizes | tiers | options)
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, REQUESTS, use_tqdm=False)]
+def tokens(llm: LLM, requests: list[SamplingParams] = REQUESTS) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, requests, use_tqdm=False)]
 
 
 def most_bytes(device: Device, run: Callable[[], Any]) -> int:
@@ -89,7 +90,7 @@ def races(path: Path, disk: Path) -> list[str]:
     """What is found if nobody waits until a load has ended."""
     at_once = {"done": lambda _: True, "wait": lambda _: None, "seconds": lambda _: 0.0}
     with pytest.raises(AssertionError), stand_in() as device, patch.multiple(StreamTicket, **at_once):
-        tokens(make_llm(path, "cuda", disk))
+        tokens(make_llm(path, "cuda", disk), [SamplingParams(**GREEDY)] * len(PROMPTS))
     return device.streams.races
 
 
