@@ -34,14 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("long") else "default")
 
 
-SLOWEST = ("test_triton_compilation", "test_triton", "test_cuda_path", "test_triton_quantized")
-"""Files with a minute's work that cannot be shared out. They begin first, as all tests on Ray do, so that no process is
-left alone with one."""
+SLOWEST = (
+    "test_triton_compilation",
+    "test_triton",
+    "test_methods_engine",
+    "test_instruction_sets",
+    "test_tiers_on_cuda",
+    "test_generation",
+    "test_swap",
+    "test_cuda_path",
+    "test_kernel_variants",
+    "test_triton_quantized",
+)
+"""Files with a minute's work that cannot be shared out. They begin first, as all tests on Ray and of servers do, so that
+no process is left alone with one."""
 
 
 def _begins_early(item: pytest.Item) -> bool:
     group = item.get_closest_marker("xdist_group")
-    return item.path.stem in SLOWEST or (group is not None and group.args == ("ray",))
+    return item.path.stem in SLOWEST or (group is not None and group.args[0] in ("ray", "servers"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -105,6 +105,7 @@ def test_blocks_of_256_give_the_settings_of_the_paper():
 SHORT = ["--num-prompts", "6", "--output-median", "40", "--output-sigma", "0.5", "--max-output-len", "100"]
 
 
+@pytest.mark.long
 def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
     chosen = ["--max-num-seqs", "4", "--variants", "vanilla", "periodic", "--repeats", "1", "--pool-fraction", "0.6"]
     arguments = arguments_of(tiny, tmp_path, *SHORT, *chosen)

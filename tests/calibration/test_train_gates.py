@@ -138,7 +138,9 @@ def test_a_factor_multiplies_the_logits_of_attention(checkpoint: Path) -> None:
             np.testing.assert_allclose(found[0, i, head].double().numpy(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name == "dms" else pytest.mark.long) for name in METHODS]
+)
 def test_gates_learn_which_pairs_may_go(method: str) -> None:
     """Of a program of four lines: what is kept falls towards the target, and DMS predicts better than with as many KV
     pairs by lot."""

@@ -256,7 +256,7 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "2"]
+    options = ["--text", *texts, "--pieces", "1", "--memory", "0.5", "--methods", "kara", "--needles", "1"]
     whole = compare(checkpoint, tmp_path / "whole", *options)
     measure, calls = measurement.Bench.measure, []
 
@@ -285,6 +285,7 @@ def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Pa
     assert "--fresh" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_windows_longer_than_the_texts_are_none(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 300, "layer_types": ["sliding_attention"]}
     size = len(tokenizer.hf)

@@ -557,7 +557,6 @@ def test_nothing_is_left_of_a_pool(ray_llm, checkpoints, end: str) -> None:
 # Blocks on the host
 
 
-@pytest.mark.long
 def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
     """Each to host memory of its own, of which both together have as many bytes as one rank would."""
     options = {"num_gpu_blocks_override": 24, "block_size": 8, "watermark": 0.0}
@@ -570,6 +569,7 @@ def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
     assert llm.stats().swapped_in == llm.stats().preemptions > 0
 
 
+@pytest.mark.long
 def test_what_is_on_the_host_is_computed_again_when_a_rank_dies(ray_llm, checkpoints, tmp_path: Path) -> None:
     """Each rank that starts again finds its part of the disk."""
     options = {"num_gpu_blocks_override": 24, "block_size": 8, "watermark": 0.0, "kv_offloading_size": 0.01}

@@ -75,7 +75,13 @@ def test_quantizers_of_these_tests_are_near(type: Type) -> None:
     assert error.std() < {Type.Q2_K: 0.4, Type.Q3_K: 0.2, Type.Q5_K: 0.05, Type.Q6_K: 0.03}.get(type, 0.1)
 
 
-@pytest.mark.parametrize("name", FORMS)
+USUAL = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Of each form one."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FORMS]
+)
 def test_every_type(tmp_path: Path, name: str) -> None:
     make(tmp_path / "model.gguf", Type[name])
     model = assert_close_to_expanded(tmp_path / "model.gguf")
@@ -107,7 +113,8 @@ def test_a_matrix_of_which_a_part_has_no_integers_is_expanded(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "type"), [("qwen3-moe", Type.Q4_0), ("qwen3-moe", Type.Q4_K), ("gpt-oss", Type.MXFP4)]
+    ("family", "type"),
+    [pytest.param("qwen3-moe", Type.Q4_0, marks=pytest.mark.long), ("qwen3-moe", Type.Q4_K), ("gpt-oss", Type.MXFP4)],
 )
 def test_experts(tmp_path: Path, family: str, type: Type) -> None:
     make(tmp_path / "model.gguf", type, family, **({"moe_intermediate_size": 256} if family == "qwen3-moe" else {}))

@@ -49,24 +49,19 @@ def test_several_callers_at_once(operands: tuple[torch.Tensor, torch.Tensor]) ->
     assert len(found) == 800 and all(torch.equal(each, alone) for each in found)
 
 
-def multiply_in_a_fork() -> None:
-    """Multiply, fork, multiply in the child, which has none of the parent's threads, and print its status."""
+def multiply_in_a_fork() -> int:
+    """Multiply, fork, multiply in the child, which has none of the parent's threads -> its status."""
     torch.set_num_threads(2)
     x, packed = torch.ones(3, 256), operator("pack_weight")(torch.ones(512, 256))
     products(x, packed)
     child = os.fork()
     if child == 0:
         os._exit(0 if all((each == 256).all() for each in products(x, packed)) else 1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_makes_its_own_threads() -> None:
-    assert run_python("multiply_in_a_fork()", __name__) == 0
-
-
-def count_threads_of_a_step() -> None:
-    """Print the threads that a step's operators, and then torch's own loops, have started."""
+def count_threads_of_a_step() -> list[int]:
+    """The threads that a step's operators, and then torch's own loops, have started."""
     numbers, x, packed = torch.ones(1 << 20), torch.ones(5, 256), operator("pack_weight")(torch.ones(512, 256))
     torch.set_num_threads(3)
     with operators_alone():
@@ -74,12 +69,13 @@ def count_threads_of_a_step() -> None:
         products(x, packed)
         between = len(os.listdir("/proc/self/task"))
         numbers.exp()
-        print([between - before, len(os.listdir("/proc/self/task")) - between])
+        return [between - before, len(os.listdir("/proc/self/task")) - between]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list a process's threads")
-def test_in_a_step_operators_have_all_threads_and_torch_has_one() -> None:
-    assert run_python("count_threads_of_a_step()", __name__) == [2, 0]
+def test_threads_of_steps_and_of_forks() -> None:
+    """In a step operators have all threads and torch has one; a forked process makes its own."""
+    assert run_python("print([*count_threads_of_a_step(), multiply_in_a_fork()])", __name__) == [2, 0, 0]
 
 
 def test_torch_has_its_threads_again_after_a_step_that_failed() -> None:

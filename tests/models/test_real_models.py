@@ -46,7 +46,7 @@ def assert_those_of_transformers(path: Path, outputs: list[RequestOutput]) -> No
         torch.testing.assert_close(torch.tensor(found), expected.amax(-1), atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", [SMOLLM2, GEMMA3])
+@pytest.mark.parametrize("name", [SMOLLM2, pytest.param(GEMMA3, marks=pytest.mark.long)])
 def test_tokens_and_log_probabilities_of_transformers(real_model: Callable[[str], Path], name: str) -> None:
     path = real_model(name)
     outputs = make_llm(path).generate(PROMPTS, greedy(12, logprobs=0), use_tqdm=False)

@@ -257,14 +257,20 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         KARA,
         other(KARA, retain_blocks=1, retain_tokens=5),
         other(KARA, compress_prompt=True),
-        CompressionConfig(
-            method="kara", policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2
+        pytest.param(
+            CompressionConfig(
+                method="kara", policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2
+            ),
+            marks=pytest.mark.long,
         ),
-        other(KARA, method="kara_sharp"),
+        pytest.param(other(KARA, method="kara_sharp"), marks=pytest.mark.long),
         other(KARA, method="kara_sharp", policy="pressure"),
         paper_compression(method="mean_attention", policy="pressure", period=8, buffer=4),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
-        paper_compression(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
+        pytest.param(
+            paper_compression(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
+            marks=pytest.mark.long,
+        ),
         CompressionConfig(method="sliding_window", policy="threshold", threshold_tokens=48, budget_tokens=32),
     ],
 )

@@ -51,16 +51,12 @@ OF_EACH_KIND = (
     "kara",
     "mean_attention",
     "linear_scorer",
-    "kara_no_bi",
-    "snapkv",
-    "expected_attention_calibrated",
-    "dms",
     "kvzip",
     "adakv",
     "h2o",
     "sliding_window",
 )
-"""Methods that differ in what they need from the engine (`MethodSpec`): every need is among theirs."""
+"""Methods that differ in what they need from the engine (`MethodSpec`): its states and passes are all among theirs."""
 
 
 def methods(names: Iterable[str], usual: Container[str] = OF_EACH_KIND) -> list[Any]:

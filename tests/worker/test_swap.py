@@ -51,12 +51,16 @@ def assert_swapped(llm: LLM, *, recomputed: bool = False) -> None:
 
 
 DTYPES = ("auto", "int8", "int6_int4", "int4", "int6_int4_hadamard", "fp8_e4m3")
+USUAL = (("auto", False), ("auto", True), ("int8", True), ("int6_int4_hadamard", True))
 
 
 @pytest.mark.parametrize(
     ("dtype", "caching"),
-    [(dtype, True) for dtype in DTYPES]
-    + [pytest.param(dtype, False, marks=() if dtype == "auto" else pytest.mark.long) for dtype in DTYPES],
+    [
+        pytest.param(dtype, caching, marks=() if (dtype, caching) in USUAL else pytest.mark.long)
+        for dtype in DTYPES
+        for caching in (True, False)
+    ],
 )
 def test_tokens_are_those_of_a_run_without_preemption(checkpoint: Path, dtype: str, caching: bool) -> None:
     options: dict[str, Any] = SMALL | {"kv_cache_dtype": dtype, "enable_prefix_caching": caching}
@@ -97,8 +101,6 @@ def methods() -> list[Any]:
         ("h2o", "periodic"),
         ("adakv", "threshold"),
         ("kara_sharp", "standalone"),
-        ("mean_attention", "periodic"),
-        ("keydiff", "threshold"),
     }
     cases = []
     for name, spec in SPECS.items():
