@@ -46,8 +46,8 @@ SLOWEST = (
     "test_kernel_variants",
     "test_triton_quantized",
 )
-"""Files with a minute's work that cannot be shared out. They begin first, as all tests on Ray and of servers do, so that
-no process is left alone with one."""
+"""Files with a minute's work that cannot be shared out. They begin first, as tests on Ray and of servers do, so that no
+process is left alone with one."""
 
 
 def _begins_early(item: pytest.Item) -> bool:

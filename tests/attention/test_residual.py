@@ -102,7 +102,10 @@ def hold(size: int, **options) -> Held:
 
 @FORMATS
 @DTYPES
-@pytest.mark.parametrize("size, block_size, head_dim, group", [(1, 16, 64, 4), (32, 1, 32, 1), (64, 256, 96, 3)])
+@pytest.mark.parametrize(
+    "size, block_size, head_dim, group",
+    [pytest.param(1, 16, 64, 4, marks=pytest.mark.long), (32, 1, 32, 1), (64, 256, 96, 3)],
+)
 def test_matches_dense(name: str, dtype: torch.dtype, size: int, block_size: int, head_dim: int, group: int) -> None:
     held = hold(size, block_size=block_size, head_dim=head_dim, group=group, dtype=dtype, kv_cache_dtype=name)
     tolerance = TOLERANCE[dtype]

@@ -90,7 +90,7 @@ def config_of(num_blocks: int, **options) -> EngineConfig:
     return EngineConfig(num_blocks=num_blocks, **(defaults | options))
 
 
-@pytest.mark.parametrize("beginning", ["of its own", "the same"])
+@pytest.mark.parametrize("beginning", [pytest.param("of its own", marks=pytest.mark.long), "the same"])
 def test_a_guaranteed_share_is_had_of_all_pools_together(beginning: str) -> None:
     """Another tenant of the same weight has filled both replicas, and sends more than they can ever serve. Long and
     short requests alternate, so that they would be divided badly if only their number counted."""

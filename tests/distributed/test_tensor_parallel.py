@@ -293,7 +293,7 @@ def test_pairs_come_back_on_two_ranks_as_on_one(checkpoints, shards, policy: str
     ("family", "compression"),
     [
         ("llama", None),
-        ("qwen3", KARA),
+        pytest.param("qwen3", KARA, marks=pytest.mark.long),
         pytest.param("llama", KARA, marks=pytest.mark.long),
         pytest.param("qwen3", None, marks=pytest.mark.long),
     ],

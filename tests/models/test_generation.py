@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(expected: list[list[int]]) -> N
     assert [len(each) for each in expected] == [NEW_TOKENS] * 8
 
 
-@families("mistral-window", "qwen3-moe", "gemma2", "gpt-oss")
+@families("mistral-window", "qwen3-moe", "gemma2")
 def test_two_ranks(checkpoint: Path, expected: list[list[int]]) -> None:
     llm, prompts = make_llm(checkpoint, **crowded(checkpoint, 32)), random_prompts(256)
     with shared_memory_shards(2) as shards:

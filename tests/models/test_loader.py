@@ -240,7 +240,7 @@ def memory(name: str) -> int:
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="this system does not tell a process how much memory it had")
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.long), 8])
 def test_no_second_copy_of_the_weights_is_held(tmp_path: Path, bits: int | None) -> None:
     """Pages of the file count as memory of the process, too."""
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 16384, "num_hidden_layers": 1}

@@ -47,6 +47,14 @@ RECALLING: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 180, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 POOL = 90
+COMPRESSIONS = (
+    None,
+    KARA,
+    other(KARA, method="kara_sharp", policy="pressure"),
+    CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
+)
+PLANNED = ((0, "always", True), (1, "never", False), (2, "always", True), (3, "always", False), (3, "never", True))
+"""Compression, swap and planning ahead of the plans that are compared by default."""
 RECALLED = (("periodic", 3, "never"), ("pressure", 1, "always"), ("threshold", 3, "never"))
 """Policy, period and swap of recalls that are compared by default."""
 
@@ -178,20 +186,12 @@ def test_a_link_makes_one_transfer_after_the_other() -> None:
 
 @pytest.mark.usefixtures("_loads_end")
 @pytest.mark.parametrize(
-    ("swap", "ahead"),
+    ("compression", "swap", "ahead"),
     [
-        ("always", True),
-        ("never", False),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("always", False), ("never", True))),
-    ],
-)
-@pytest.mark.parametrize(
-    "compression",
-    [
-        None,
-        KARA,
-        other(KARA, method="kara_sharp", policy="pressure"),
-        CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
+        pytest.param(compression, swap, ahead, marks=() if (i, swap, ahead) in PLANNED else pytest.mark.long)
+        for i, compression in enumerate(COMPRESSIONS)
+        for swap in ("always", "never")
+        for ahead in (False, True)
     ],
 )
 def test_plans_are_those_of_the_engine(

@@ -112,7 +112,7 @@ def forward(cost: CostModel, held: int, samples: int) -> float:
 
 @pytest.mark.parametrize(
     ("compression", "released"),
-    [(None, True), (None, False), (SHARP, True), (BY_LAYER, True)],
+    [(None, True), pytest.param(None, False, marks=pytest.mark.long), (SHARP, True), (BY_LAYER, True)],
     ids=["groups", "kept", "compressed", "shares by layer"],
 )
 def test_counts_are_those_of_the_real_engine(

@@ -37,7 +37,12 @@ def decoder(checkpoint: Path) -> TransformersDecoder:
 
 @pytest.mark.parametrize(
     ("method", "policy"),
-    [("kara", "periodic"), ("kara_sharp", "periodic"), ("snapkv", "threshold"), ("h2o", "threshold")],
+    [
+        pytest.param("kara", "periodic", marks=pytest.mark.long),
+        ("kara_sharp", "periodic"),
+        pytest.param("snapkv", "threshold", marks=pytest.mark.long),
+        ("h2o", "threshold"),
+    ],
 )
 def test_all_is_that_of_dense_attention(
     checkpoint: Path, decoder: TransformersDecoder, method: str, policy: str

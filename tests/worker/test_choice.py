@@ -70,7 +70,9 @@ def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int
     return found, operations, llm.stats().compression_events
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if i % 2 == 0 else pytest.mark.long) for i, name in enumerate(METHODS)]
+)
 def test_layers_are_chosen_from_at_once(checkpoint: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for the scores of one layer alone, each is chosen from on its own: as many operators for each of them,
     and the same choices."""

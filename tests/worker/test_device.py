@@ -125,7 +125,10 @@ def compressions() -> dict[str, CompressionConfig]:
     return found
 
 
-@pytest.mark.parametrize("name", compressions())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if i % 2 == 0 else pytest.mark.long) for i, name in enumerate(compressions())],
+)
 def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> None:
     """All tokens of the budget, all sequences sampled, and the windows that fit into a step."""
     compression = compressions()[name]

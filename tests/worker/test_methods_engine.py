@@ -118,7 +118,7 @@ def test_decoding_and_survivors_are_those_of_dense_attention(
     assert_stats(llm)
 
 
-@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "snapkv", "adakv", "h2o")))
+@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "adakv", "h2o")))
 def test_requests_with_budgets_of_their_own_and_a_protected_prompt(
     checkpoint: Path, decoder: DenseDecoder, method: str
 ) -> None:
@@ -397,7 +397,7 @@ def test_a_preempted_sequence_has_a_consistent_cache(
     assert_stats(llm)
 
 
-@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "snapkv", "kvzip", "adakv", "h2o")))
+@pytest.mark.parametrize("method", methods(THRESHOLD_METHODS, ("mean_attention", "adakv", "h2o")))
 def test_preemption_changes_no_token_under_a_threshold(checkpoint: Path, method: str) -> None:
     """Computed again, a text is compressed at the same lengths, from the same queries."""
     tokens, preemptions = [], []
