@@ -62,7 +62,9 @@ def benchmark(arguments: Sequence[str]) -> None:
     }
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
     provenance, rows = machine.announce("benchmarks.speculation", arguments), {}
-    print("| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|")
+    print(
+        "| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|"
+    )
     for kind, of_kind in prompts(engines["none"], args.length).items():
         rates = {name: [] for name in engines}
         before = copy(engines[args.method].stats().drafts)

@@ -11,8 +11,9 @@ from kvllm.stats import EngineStats
 BUCKETS = 8
 """Drafts are told apart by the bits of how many tokens they came after."""
 PRIOR = 0.5
-FORGETS = 0.95
-"""Of the weight of what is known of drafts, what a step leaves."""
+FORGETS, FADES = 0.95, 0.99
+"""Of the weight of what is known of drafts, what another one leaves, and a step for which none was worth a try: in the
+end one is tried again."""
 
 
 class Rate:
@@ -24,6 +25,10 @@ class Rate:
     def add(self, right: int, tried: int) -> None:
         self.right = self.right * FORGETS + right
         self.tried = self.tried * FORGETS + tried
+
+    def fade(self) -> None:
+        self.right *= FADES
+        self.tried *= FADES
 
     def mean(self, prior: float, weight: float) -> float:
         return (self.right + prior * weight) / (self.tried + weight)
@@ -60,15 +65,16 @@ class Speculation:
         draft = self.drafter.propose(seq, most)
         if not draft.token_ids:
             return []
-        rate = self._of_sequences.setdefault(seq.seq_id, Rate())
-        right = rate.mean(self._of_matches[_bucket(draft.matched)].mean(PRIOR, 2), 2)
+        rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[_bucket(draft.matched)]
+        right = rate.mean(of_matches.mean(PRIOR, 2), 2)
         count, probability = 0, right
         while count < len(draft.token_ids) and self._is_worth(probability, tokens + count, num_seqs):
             count += 1
             probability *= right
         self._matched[seq.seq_id] = draft.matched
         if not count:
-            rate.add(0, 0)  # so that it is tried again when what is known of it is old
+            rate.fade()
+            of_matches.fade()
         return draft.token_ids[:count]
 
     def received(self, seq: Sequence, num_drafts: int, num_right: int) -> None:

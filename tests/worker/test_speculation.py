@@ -17,6 +17,7 @@ from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.observed_scores import ObservedScores
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm
+from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 7}
@@ -153,6 +154,18 @@ def test_windows_slide_over_right_tokens_alone(tmp_path: Path, window: int) -> N
 
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_all_ranks_count_the_right_tokens(checkpoint: Path) -> None:
+    """Only the first one samples; the others are told by the next plan."""
+    expected = completions(run(make_llm(checkpoint), greedy(60), rounds=2))
+    llm = drafting(checkpoint)
+    with shared_memory_shards(2) as shards:
+        llm.llm_engine.executor = executor = ThreadExecutor(llm, checkpoint, shards)
+        found = completions(run(llm, greedy(60), rounds=2))
+        first, second = (runner.tables.logical for runner in executor.runners)
+        assert (first == second).all()
+    assert found == expected and sum(llm.stats().drafts.right)
 
 
 def test_a_residual_keeps_what_wrong_drafts_have_overwritten(checkpoint: Path) -> None:
