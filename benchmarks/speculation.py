@@ -21,7 +21,7 @@ from kvllm import LLM, RequestOutput, SamplingParams
 ROOT = Path(__file__).parents[1]
 PAGES = [f"docs/{name}.md" for name in ("tiers", "backends", "distributed", "models", "simulation", "troubleshooting")]
 FILES = [f"kvllm/core/{name}.py" for name in ("queue", "step", "tables", "preemption", "admission", "batch")]
-TASKS = {
+TASKS: dict[str, tuple[list[str], str]] = {
     "edits": (FILES, "Write this file again, with self called this everywhere, and nothing else changed:\n\n"),
     "summaries": (PAGES, "Sum up the most important points of this page:\n\n"),
     "quotations": (PAGES, "Answer with sentences of the page, word by word: what are its limits?\n\n"),
@@ -34,7 +34,7 @@ def prompts(llm: LLM, length: int) -> dict[str, list[str]]:
     tokenizer, found = llm.get_tokenizer(), {}
     for kind, (paths, task) in TASKS.items():
         texts = [(ROOT / path).read_text() for path in paths]
-        found[kind] = [task + tokenizer.decode(tokenizer.encode(text)[:length]) for text in texts]
+        found[kind] = [task + str(tokenizer.decode(tokenizer.encode(text)[:length])) for text in texts]
     return found
 
 

@@ -68,7 +68,7 @@ class Speculation:
         rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[_bucket(draft.matched)]
         right = rate.mean(of_matches.mean(PRIOR, 2), 2)
         count, probability = 0, right
-        while count < len(draft.token_ids) and self._is_worth(probability, tokens + count, num_seqs):
+        while count < len(draft.token_ids) and self._is_worth(probability, tokens, num_seqs, count, seq.cached_length):
             count += 1
             probability *= right
         self._matched[seq.seq_id] = draft.matched
@@ -90,8 +90,11 @@ class Speculation:
         self._of_sequences.pop(seq.seq_id, None)
         self._matched.pop(seq.seq_id, None)
 
-    def _is_worth(self, probability: float, tokens: int, num_seqs: int) -> bool:
-        return self.cost is None or probability > self.cost.least_probability(tokens, num_seqs)
+    def _is_worth(self, probability: float, tokens: int, num_seqs: int, draft: int, cached: int) -> bool:
+        """Whether to draft one more token of a sequence. tokens: of the step without its `draft`."""
+        if self.cost is None:
+            return True
+        return probability > self.cost.least_probability(tokens + draft, num_seqs, draft, cached)
 
 
 def _bucket(matched: int) -> int:

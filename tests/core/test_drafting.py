@@ -97,12 +97,18 @@ def test_old_outputs_are_forgotten() -> None:
     assert len(drafter._outputs[None]) <= 2 and not drafter._own
 
 
-COST = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 4.0])
+COST = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 4.0], [0.001, 0.0015, 0.0025, 0.0045])
 
 
-@pytest.mark.parametrize(("tokens", "seconds"), [(1, 1.0), (2, 1.2), (3, 1.4), (4, 1.6), (6, 2.8), (8, 4.0), (10, 5.2)])
-def test_costs_are_linear_between_what_was_measured(tokens: int, seconds: float) -> None:
-    assert COST.of(tokens) == pytest.approx(seconds)
+@pytest.mark.parametrize(("tokens", "more"), [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.6), (8, 0.6), (30, 0.6)])
+def test_costs_are_linear_between_what_was_measured(tokens: int, more: float) -> None:
+    assert COST.least_probability(tokens, 1) == pytest.approx(more / 1.0)
+    assert COST.least_probability(tokens, 3) == pytest.approx(more * 3 / 1.4)
+
+
+def test_a_long_cache_makes_drafts_dearer_and_steps_without_them_too() -> None:
+    assert COST.least_probability(1, 1, 0, cached=1000) == pytest.approx((0.2 + 0.5) / (1.0 + 1.0))
+    assert COST.least_probability(4, 2, 3, cached=1000) == pytest.approx((0.6 + 0.5) * 2 / (1.2 + 2.0))
 
 
 def speculation(cost: StepCost | None) -> Speculation:
