@@ -84,7 +84,7 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
             stream: keep the text current at every step; otherwise it is set when a completion ends.
-            priority, tenant, cache_salt: see ServiceClass.
+            priority: see ServiceClass, also for `tenant` and `cache_salt`.
 
         Returns:
             The output, still empty: the object that `step` returns as it grows.
