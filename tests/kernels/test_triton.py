@@ -39,6 +39,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.literal_kara import dense_scores, window_tensors
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import strict_interpreter
 from tests.helpers.tensors import assert_same_rounding, bits_of, cos_sin_table, randn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -64,7 +65,8 @@ def run_checks(*, long: bool) -> None:
         if name in LONG and not long:
             continue
         try:
-            function()
+            with strict_interpreter():
+                function()
         except Exception:
             failures[name] = traceback.format_exc()
     print(json.dumps(failures))

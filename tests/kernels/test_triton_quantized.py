@@ -21,6 +21,7 @@ from kvllm.kvcache.ops.plain import TorchOperations
 from tests.helpers import attention_cases
 from tests.helpers.caches import head_dim_for, random_kept
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import strict_interpreter
 from tests.helpers.tensors import randn
 from tests.kernels.test_triton import dense_mass, run_observed
 
@@ -40,7 +41,8 @@ def run_checks(dtypes: Iterable[str]) -> None:
     for name, function in CHECKS.items():
         for kv_cache_dtype in dtypes:
             try:
-                function(kv_cache_dtype)
+                with strict_interpreter():
+                    function(kv_cache_dtype)
             except Exception:
                 failures[f"{name}-{kv_cache_dtype}"] = traceback.format_exc()
     print(json.dumps(failures))
