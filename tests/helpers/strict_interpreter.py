@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tests.helpers.devices import poisoned
+from tests.helpers.quick_interpreter import quick_interpreter
 
 
 def memory_of(argument: Any) -> Iterator[tuple[int, int]]:
@@ -51,10 +52,21 @@ class Memory:
             raise IndexError(f"{what} of {int(outside.sum())} elements outside of the tensors of the launch")
 
 
+def assert_no_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> None:
+    """Triton's check of integers of 32 bits by one operation of numpy, where Triton interprets seven."""
+    dtype = left.handle.data.dtype
+    if dtype.kind in "iu" and dtype.itemsize < 8:
+        exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
+        result, limits = exact(left.handle.data, right.handle.data, dtype=np.int64), np.iinfo(dtype)
+        fits = ((limits.min <= result) & (result <= limits.max)).all()
+        assert fits, f"{dtype} overflow of operation {operation.__name__}"
+
+
 @contextmanager
 def strict_interpreter(seed: int = 0) -> Iterator[None]:
     """Every launch runs its programs in an order of its own, backwards in one of three, and fails with an access out of
     bounds or an integer of 32 bits that overflows. What torch allocates is NaN. Triton must be in its interpreter."""
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     builder, chance = interpreter.InterpreterBuilder, random.Random(seed)
@@ -93,9 +105,10 @@ def strict_interpreter(seed: int = 0) -> Iterator[None]:
 
     checks = {"create_masked_load": checked_load, "create_masked_store": checked_store}
     with (
+        quick_interpreter(),
         patch.object(interpreter.GridExecutor, "__call__", call),
         patch.multiple(builder, **checks),
-        patch.object(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True)),
+        patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", assert_no_overflow),
         poisoned(),
     ):
         yield

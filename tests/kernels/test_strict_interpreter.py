@@ -179,7 +179,7 @@ def what_it_finds() -> None:
     x = torch.arange(4.0)
     with strict_interpreter(), pytest.raises(IndexError, match="a load of 1 elements outside"):
         strict_kernels.add_next[(4,)](x)
-    with strict_interpreter(), pytest.raises(AssertionError, match="int32 overflow"):
+    with strict_interpreter(), pytest.raises(AssertionError, match="int32 overflow of operation mul"):
         strict_kernels.far_offset[(1,)](x, 1 << 30)
 
 
