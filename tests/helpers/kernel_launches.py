@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,37 +14,102 @@ from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 
 
+WORST_FORMAT = "int6_int4_hadamard"
+"""Keys and values of different widths, of which neither is a byte, and rotated: what kernels do most for."""
+
+
+def launch_tiles() -> None:
+    """What takes other tiles on other architectures: a prefill of 16 bits and one of wide codes, scores of windows."""
+    cache, queries = cache_and_queries(torch.bfloat16, 128)
+    launch_step(cache, queries)
+    launch_scores(queries)
+    launch_paged_keys(*cache_and_rows(torch.bfloat16, 256), ints(1, 3))
+    launch_quantized(256, [WORST_FORMAT])
+
+
+def launch_few() -> None:
+    """Every kernel, each kind of batch, layers with options and float32, once, of one size of heads where it can be."""
+    launch_tiles()
+    cache, queries = cache_and_queries(torch.bfloat16, 128)
+    for kind in ("holes", "observed", "windows"):
+        launch_step(cache, queries, **KINDS[kind]())
+    launch_options(cache, queries, of_two(), 1024)
+    launch_operations(cache, queries)
+    launch_step(*cache_and_queries(torch.float32, 128))
+    launch_elementwise(torch.bfloat16, 3)
+    launch_draws(3, torch.bfloat16, top_k=True, top_p=True)
+
+
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     """A batch of a decode and a chunk, with holes and without, and everything else that touches a cache."""
     from kvllm.attention.triton import TritonBackend
-    from kvllm.kernels.scores import window_scores
+
+    cache, queries = cache_and_queries(dtype, head_dim)
+    for kind in KINDS if head_dim == 128 else ("plain",):
+        launch_step(cache, queries, **KINDS[kind]())
+        if head_dim == 128 and dtype == torch.bfloat16 and kind != "holes":
+            launch_options(cache, queries, of_two(**KINDS[kind]()), 1024 if kind == "plain" else None)
+    alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
+    backend = TritonBackend(cache, 32, head_dim**-0.5)
+    backend.run(0, queries, backend.plan(alone))
+    launch_operations(cache, queries)
+    launch_scores(queries)
+    launch_paged_keys(*cache_and_rows(dtype, head_dim), ints(1, 3))
+
+
+def ints(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int32)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "holes": lambda: {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)},
+    "observed": lambda: {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)},
+    "windows": lambda: {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)},
+}
+
+
+def of_two(**options: Any) -> AttentionBatch:
+    """A decode, and a chunk of 32 query tokens."""
+    return AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
+
+
+def cache_and_queries(dtype: torch.dtype, head_dim: int) -> tuple[PagedKVCache, torch.Tensor]:
+    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype, scored=True), 4)
+    return cache, torch.zeros(33, 32, head_dim, dtype=dtype)
+
+
+def cache_and_rows(dtype: torch.dtype, head_dim: int) -> tuple[PagedKVCache, torch.Tensor]:
+    """The same queries as those of one window."""
+    cache, queries = cache_and_queries(dtype, head_dim)
+    return cache, queries[None].transpose(1, 2)
+
+
+def launch_step(cache: PagedKVCache, queries: torch.Tensor, **options: Any) -> None:
+    from kvllm.attention.triton import TritonBackend
+
+    backend = TritonBackend(cache, 32, cache.shape.head_dim**-0.5)
+    backend.run(0, queries, backend.plan(of_two(**options)))
+
+
+def launch_operations(cache: PagedKVCache, queries: torch.Tensor) -> None:
     from kvllm.kvcache.ops.gpu import GpuOperations
 
-    def ints(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32)
-
-    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype, scored=True), 4)
-    backend = TritonBackend(cache, 32, head_dim**-0.5)
-    queries = torch.zeros(33, 32, head_dim, dtype=dtype)
-    with_holes: dict[str, Any] = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
-    observed: dict[str, Any] = {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
-    windows: dict[str, Any] = {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)}
-    for options in ({}, with_holes, observed, windows) if head_dim == 128 else ({},):
-        batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
-        backend.run(0, queries, backend.plan(batch))
-        if head_dim == 128 and dtype == torch.bfloat16 and options is not with_holes:
-            launch_options(cache, queries, batch, None if options else 1024)
-    alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
-    backend.run(0, queries, backend.plan(alone))
     operations = GpuOperations(cache, compiled=False)
     operations.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
     operations.copy_blocks(ints(1).long(), ints(1).long())
     operations.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
-    window = queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1
+
+
+def launch_scores(queries: torch.Tensor) -> None:
+    """Scores of contiguous keys: of all query tokens, of some, and of a layer with options."""
+    from kvllm.kernels.scores import window_scores
+
+    keys = torch.zeros(1, 8, 768, queries.shape[-1], dtype=queries.dtype)
+    window = queries[None].transpose(1, 2), keys, 736, 0.1
     window_scores(*window)
     window_scores(*window, ints(33).long(), squared=True)
     window_scores(*window, ints(33).long(), soft_cap=50.0, sinks=torch.zeros(32))
-    launch_paged_keys(cache, window[0], ints(1, 3))
 
 
 def launch_paged_keys(cache: PagedKVCache, queries: torch.Tensor, tables: torch.Tensor) -> None:

@@ -28,35 +28,41 @@ MODULE = "tests.helpers.kernel_resources"
 TABLE = ROOT / "tests/kernels/resources.csv"
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that one program may have, by compute capability."""
+HEAD_DIMS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (128,)}
 FIGURES = ("registers", "local", "shared")
 """Registers of a thread, its bytes of memory for what these do not hold, bytes of shared memory of a program."""
-# By whether every shape is compiled. Heads of 128 are also compiled with evicted KV pairs, and observed.
-HEAD_DIMS = {
-    False: {torch.bfloat16: (128,)},
-    True: {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (128,)},
-}
+SHAPES = ("tiles", "few", "every")
+"""`launch_tiles`, `launch_few`, or every size of head, dtype and format with both, and what numbers of sequences and
+tokens change."""
 
 
-def compiled(capability: int, every_shape: bool, **environment: str) -> list[dict[str, Any]]:
-    """What the kernels of all launchers are like, compiled for an architecture in a process of their own."""
-    return run_python(f"compile_kernels({capability}, every_shape={every_shape})", MODULE, **environment)
+def compiled(capability: int, shapes: str, **environment: str) -> list[dict[str, Any]]:
+    """What the kernels of some launchers are like, compiled for an architecture in a process of their own; `shapes`
+    is one of SHAPES."""
+    return run_python(f"compile_kernels({capability}, {shapes!r})", MODULE, **environment)
 
 
-def compile_kernels(capability: int, every_shape: bool) -> None:
+def compile_kernels(capability: int, shapes: str) -> None:
     """Print a description of each variant of a kernel that the launchers ask for."""
+    launch = {"tiles": kernel_launches.launch_tiles, "few": kernel_launches.launch_few}.get(shapes)
     with compiled_alone(capability) as found:
-        for dtype, head_dims in HEAD_DIMS[every_shape].items():
-            for head_dim in head_dims:
-                kernel_launches.launch_attention(dtype, head_dim)
-                if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
-                    formats = KV_FORMATS if every_shape else ("fp8_e4m3", "int8", "int6_int4_hadamard")
-                    names = [name for name in formats if name != "fp8_e4m3" or capability >= 89]
-                    kernel_launches.launch_quantized(head_dim, names)
-            kernel_launches.launch_elementwise(dtype, 3)
-        kernel_launches.launch_batch(3)
-        kernel_launches.launch_rows(3)
-        kernel_launches.launch_sampling()
+        launch() if launch else launch_every(capability)
     print(json.dumps(list(found.values())))
+
+
+def launch_every(capability: int) -> None:
+    """Heads of 128 are also launched with evicted KV pairs, and observed."""
+    kernel_launches.launch_few()
+    for dtype, head_dims in HEAD_DIMS.items():
+        for head_dim in head_dims:
+            kernel_launches.launch_attention(dtype, head_dim)
+            if dtype == torch.bfloat16 and head_dim in (128, 256):
+                names = [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 89]
+                kernel_launches.launch_quantized(head_dim, names)
+        kernel_launches.launch_elementwise(dtype, 3)
+    kernel_launches.launch_batch(3)
+    kernel_launches.launch_rows(3)
+    kernel_launches.launch_sampling()
 
 
 @contextmanager
@@ -149,7 +155,7 @@ def written(capability: int) -> dict[str, dict[str, int]]:
 def write(capability: int) -> None:
     """Compile every shape, and rewrite an architecture's rows of the table."""
     key = (_triton_version(), str(capability))
-    found = largest(compiled(capability, True))
+    found = largest(compiled(capability, "every"))
     new = [{"triton": key[0], "capability": key[1], "kernel": name, **figures} for name, figures in found.items()]
     rows = [row for row in _rows() if (row["triton"], row["capability"]) != key] + new
     rows.sort(key=lambda row: (row["triton"], int(row["capability"]), row["kernel"]))

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, is_hypothesis_test, settings
 from hypothesis import strategies as st
 
 from kvllm.attention.base import AttentionBatch
-from kvllm.attention.layer import LayerAttention
+from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers import attention_cases
@@ -27,7 +27,8 @@ from tests.helpers.tensors import bits_of, randn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
-EXAMPLES = settings(max_examples=5, deadline=None, derandomize=True, database=None)
+EXAMPLES = {False: 5, True: 50}
+"""Random shapes of each check, by whether long tests are run."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 TOKENS = st.one_of(
     st.integers(0, 700).map(lambda index: [index]),
@@ -43,7 +44,6 @@ LAYERS = st.builds(
 )
 
 
-@EXAMPLES
 @given(
     rows=st.lists(TOKENS, min_size=1, max_size=4),
     shape=st.fixed_dictionaries(
@@ -59,34 +59,45 @@ LAYERS = st.builds(
     layer=LAYERS,
     capability=st.sampled_from([80, 90]),
 )
+@example(
+    [[70], list(range(60, 80))],
+    {"head_dim": 256, "group": 1, "block_size": 64, "dtype": torch.float16, "kv_cache_dtype": "int8"},
+    LayerAttention(window=66, soft_cap=0.5, sinks=True),
+    80,
+)
+@example([list(range(130, 140))], {"head_dim": 128, "group": 2, "block_size": 256, "dtype": torch.float16}, PLAIN, 80)
+@example([list(range(130, 140))], {"head_dim": 128, "group": 2, "block_size": 256, "dtype": torch.float16}, PLAIN, 90)
 def attention(rows: list[list[int]], shape: dict, layer: LayerAttention, capability: int) -> None:
-    """Decodes and chunks, with the tiles of two kinds of devices."""
+    """Decodes and chunks, with the tiles of two kinds of devices: narrower ones of wide codes and of 16 bits on one,
+    whole ones in one copy on the other."""
     from kvllm.kernels import capability as device
 
     case = attention_cases.with_options(attention_cases.make_case(rows, **shape), layer)
-    with patch.object(device, "capability", lambda: capability), strict_interpreter(shape["seed"]):
+    with patch.object(device, "capability", lambda: capability), strict_interpreter(shape.get("seed", 0)):
         attention_cases.assert_matches_dense(case, "triton", TOLERANCE[shape["dtype"]])
 
 
-@EXAMPLES
 @given(
     heads=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     window=st.integers(20, 100),
     head_dim=st.sampled_from([16, 24, 64]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 1000),
 )
-def scores_of_windows(heads: tuple[int, int], window: int, head_dim: int, seed: int) -> None:
+@example((1, 1), 70, 256, torch.float16, 0)
+def scores_of_windows(heads: tuple[int, int], window: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+    """With the tiles of devices that have little memory, which are other ones for wide heads."""
+    from kvllm.kernels import capability as device
     from kvllm.kernels.scores import window_scores
 
     kv_heads, group = heads
-    queries, keys = window_tensors(seed, 2, kv_heads * group, kv_heads, window, head_dim)
+    queries, keys = window_tensors(seed, 2, kv_heads * group, kv_heads, window, head_dim, dtype)
     scored, buffer = window - window // 8, window // 8
-    with strict_interpreter(seed):
+    with patch.object(device, "capability", lambda: 80), strict_interpreter(seed):
         found = window_scores(queries, keys, scored, head_dim**-0.5)
     torch.testing.assert_close(found.double(), dense_scores(queries, keys, buffer), rtol=1e-4, atol=1e-6)
 
 
-@EXAMPLES
 @given(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=2), ragged=st.booleans(), seed=st.integers(0, 1000))
 def moves(lengths: list[int], ragged: bool, seed: int) -> None:
     from kvllm.kernels.compact import compact
@@ -186,11 +197,16 @@ def what_it_finds() -> None:
 CHECKS = [attention, scores_of_windows, moves, offsets_of_64_bits, what_it_finds]
 
 
-def run_check(name: str) -> None:
-    {check.__name__: check for check in CHECKS}[name]()
+def run_check(name: str, long: bool) -> None:
+    check = {check.__name__: check for check in CHECKS}[name]
+    if is_hypothesis_test(check):
+        check = settings(max_examples=EXAMPLES[long], deadline=None, derandomize=True, database=None)(check)
+    check()
     print("null")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_the_strict_interpreter(check: Callable[[], None]) -> None:
-    run_python(f"run_check({check.__name__!r})", __name__, TRITON_INTERPRET="1")
+def test_in_the_strict_interpreter(check: Callable[[], None], request: pytest.FixtureRequest) -> None:
+    """Long: ten times the random shapes."""
+    long = request.config.getoption("long")
+    run_python(f"run_check({check.__name__!r}, {long})", __name__, TRITON_INTERPRET="1")
