@@ -13,7 +13,6 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 
-
 WORST_FORMAT = "int6_int4_hadamard"
 """Keys and values of different widths, of which neither is a byte, and rotated: what kernels do most for."""
 
