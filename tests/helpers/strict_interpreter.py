@@ -3,8 +3,10 @@ that a launch was given."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -15,6 +17,18 @@ import torch
 
 from tests.helpers.devices import poisoned
 from tests.helpers.quick_interpreter import quick_interpreter
+
+
+def print_failures(checks: Mapping[str, Callable[[], None]]) -> None:
+    """Run each of the checks in a strict interpreter; print the traces of those that fail as JSON, by their names."""
+    failures = {}
+    for name, check in checks.items():
+        try:
+            with strict_interpreter():
+                check()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
 
 
 def memory_of(argument: Any) -> Iterator[tuple[int, int]]:

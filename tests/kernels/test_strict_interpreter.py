@@ -3,7 +3,9 @@ queries of more than 2**31 elements. Slots that no sequence holds are NaN."""
 
 from __future__ import annotations
 
+import json
 import mmap
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -194,19 +196,28 @@ def what_it_finds() -> None:
         strict_kernels.far_offset[(1,)](x, 1 << 30)
 
 
-CHECKS = [attention, scores_of_windows, moves, offsets_of_64_bits, what_it_finds]
+CHECKS: list[Callable[[], None]] = [attention, scores_of_windows, moves, offsets_of_64_bits, what_it_finds]
 
 
-def run_check(name: str, long: bool) -> None:
-    check = {check.__name__: check for check in CHECKS}[name]
-    if is_hypothesis_test(check):
-        check = settings(max_examples=EXAMPLES[long], deadline=None, derandomize=True, database=None)(check)
-    check()
-    print("null")
+def run_checks(long: bool) -> None:
+    failures = {}
+    for check in CHECKS:
+        if is_hypothesis_test(check):
+            options = {"deadline": None, "derandomize": True, "database": None}
+            check = settings(max_examples=EXAMPLES[long], **options)(check)
+        try:
+            check()
+        except Exception:
+            failures[check.__name__] = traceback.format_exc()
+    print(json.dumps(failures))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_the_strict_interpreter(check: Callable[[], None], request: pytest.FixtureRequest) -> None:
+@pytest.fixture(scope="module")
+def failures(request: pytest.FixtureRequest) -> dict[str, str]:
+    return run_python(f"run_checks({request.config.getoption('long')})", __name__, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_in_the_strict_interpreter(name: str, failures: dict[str, str]) -> None:
     """Long: ten times the random shapes."""
-    long = request.config.getoption("long")
-    run_python(f"run_check({check.__name__!r}, {long})", __name__, TRITON_INTERPRET="1")
+    assert name not in failures, failures[name]
