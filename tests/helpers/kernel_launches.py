@@ -21,7 +21,7 @@ def launch_tiles() -> None:
     """What takes other tiles on other architectures: a prefill of 16 bits and one of wide codes, scores of windows."""
     cache, queries = cache_and_queries(torch.bfloat16, 128)
     launch_step(cache, queries)
-    launch_scores(queries)
+    launch_scores(queries, plain=False)
     launch_paged_keys(*cache_and_rows(torch.bfloat16, 256), ints(1, 3))
     launch_quantized(256, [WORST_FORMAT])
 
@@ -100,14 +100,15 @@ def launch_operations(cache: PagedKVCache, queries: torch.Tensor) -> None:
     operations.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
 
 
-def launch_scores(queries: torch.Tensor) -> None:
-    """Scores of contiguous keys: of all query tokens, of some, and of a layer with options."""
+def launch_scores(queries: torch.Tensor, *, plain: bool = True) -> None:
+    """Scores of contiguous keys: of a layer with options; if `plain`, of one without, by all query tokens and some."""
     from kvllm.kernels.scores import window_scores
 
     keys = torch.zeros(1, 8, 768, queries.shape[-1], dtype=queries.dtype)
     window = queries[None].transpose(1, 2), keys, 736, 0.1
-    window_scores(*window)
-    window_scores(*window, ints(33).long(), squared=True)
+    if plain:
+        window_scores(*window)
+        window_scores(*window, ints(33).long(), squared=True)
     window_scores(*window, ints(33).long(), soft_cap=50.0, sinks=torch.zeros(32))
 
 
