@@ -65,7 +65,7 @@ class PrefillTiles:
             num_warps, num_stages = 8, 3  # one tile is used, one is on its way, and where the next lies is read
         else:
             kv_pairs = _kv_pairs(dtype, head_dim)
-            num_warps, num_stages = warps(dtype, rows, head_dim), stages(head_dim)
+            num_warps, num_stages = 8 if head_dim > 128 else warps(dtype, rows, head_dim), stages(head_dim)
         order = longest_first(query_start_loc, last_kv_index, rows // group)
         return cls(order, rows, kv_pairs, boxes, num_warps, num_stages)
 

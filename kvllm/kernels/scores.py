@@ -246,8 +246,9 @@ def _tiles(dtype: torch.dtype, head_dim: int, *, plain: bool) -> tuple[dict[str,
         tile = {"ROWS": 16, "KEYS": 32, "num_warps": 8}
         return tile, tile
     width = 128 if head_dim <= 128 else 64
-    # Wide codes are also in shared memory as numbers, of which devices of 99 KiB have no room for more.
-    first_keys = 32 if head_dim > 128 and not multiplies_from_memory() else width
+    # Where operands take registers, what codes are decoded to would not fit in them, and of wide heads, not in 99 KiB.
+    halved = not multiplies_from_memory() and (head_dim > 128 or dtype.itemsize == 1)
+    first_keys = width // 2 if halved else width
     return (
         {"ROWS": 128 if plain else 64, "KEYS": first_keys, "num_warps": 8},
         {"ROWS": 64, "KEYS": width, "num_warps": 4 if plain else 8},
