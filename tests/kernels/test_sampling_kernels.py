@@ -18,6 +18,7 @@ from kvllm.worker import draws
 from kvllm.worker.mask import restrict
 from kvllm.worker.sample_row import SampleRow
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import print_failures
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
@@ -133,12 +134,21 @@ def check_masks(device: str = "cpu") -> None:
         assert torch.equal(logits.cpu(), expected) and not logits._base[:, vocab:].any()
 
 
-CHECKS = [check_draws, check_many_draws, check_most_likely, check_masks]
+CHECKS = {check.__name__: check for check in (check_draws, check_many_draws, check_most_likely, check_masks)}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_the_interpreter(check: Any) -> None:
-    run_python(f"{check.__name__}(); print('null')", __name__, TRITON_INTERPRET="1")
+def run_checks() -> None:
+    print_failures(CHECKS)
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_python("run_checks()", __name__, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
 
 
 @pytest.mark.gpu
