@@ -91,7 +91,7 @@ class AsyncLLM:
         Args:
             request_id: unique among unfinished requests.
             prompt: see `LLM.generate`.
-            priority, tenant, cache_salt: see `kvllm.core.sequence.ServiceClass`.
+            priority: see `kvllm.core.sequence.ServiceClass`, also for `tenant` and `cache_salt`.
 
         Raises:
             RequestError: the request cannot be served: before the first item. One that fails later has an `error`.

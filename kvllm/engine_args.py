@@ -17,6 +17,7 @@ from kvllm.config import (
     CompressionConfig,
     EngineConfig,
     Refused,
+    SpeculativeConfig,
     TenantConfig,
     bounding,
     check_host_size,
@@ -74,7 +75,6 @@ REFUSED: Refused = {
         "no code of a user runs in a step: use logit_bias, allowed_token_ids, bad_words or structured_outputs",
     ),
     "enable_lora": ((False,), "adapters are not supported: merge them into the checkpoint"),
-    "speculative_config": ((), "one token is computed at a time"),
     "limit_mm_per_prompt": (({},), TEXT),
     "mm_processor_kwargs": (({},), TEXT),
     "allowed_local_media_path": (("",), TEXT),
@@ -179,6 +179,8 @@ class EngineArgs:
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU. "dtype": the
             integers of a GGUF file, which a CPU computes with, are expanded to `dtype`.
+        speculative_config: draft several tokens of a sequence and let one pass find the right ones: options of
+            SpeculativeConfig, as {"method": "ngram", "num_speculative_tokens": 8}.
 
     None stands for the default of each. Options of vLLM that are not among them may be given as long as they ask for
     nothing (`REFUSED`).
@@ -230,6 +232,7 @@ class EngineArgs:
     load_format: str = "auto"
     async_scheduling: bool | None = None
     quantization: str | None = None
+    speculative_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -295,6 +298,11 @@ class EngineArgs:
             return self.path
         asked = hub_id(self.tokenizer)
         return Path(self.tokenizer) if asked is None else open_snapshot(asked, None, self._memory).path
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Raises ConfigError."""
+        return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
 
     @property
     def host_size(self) -> float | None:
@@ -379,6 +387,7 @@ class EngineArgs:
             kv_offloading_path=self.kv_offloading_path,
             kv_offloading_disk_size=self.kv_offloading_disk_size,
             swap=self.swap,
+            speculation=self.speculation,
         )
 
     def _memory(self) -> int:

@@ -13,6 +13,7 @@ from msgspec import structs
 from kvllm.compression.specs import AUTO, FROM_ALL
 from kvllm.config import EngineConfig, host_room, require
 from kvllm.core.capacity import check_pool, longest_blocks
+from kvllm.core.drafting.step_cost import measure_steps
 from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
@@ -202,7 +203,8 @@ def _load_on(
     options = _request_options(settings, tokenizer, GrammarChecker(make_grammars(settings), samples_here=False))
     if isinstance(workers, ReplicaSet):
         return DataParallelEngine(config, workers, **options), loaded
-    return LLMEngine(config, workers, **options), loaded
+    step_cost = measure_steps(workers, config) if config.speculation else None
+    return LLMEngine(config, workers, **options, step_cost=step_cost), loaded
 
 
 def _load_here(device: str, settings: RunnerSettings, tokenizer: Tokenizer | None) -> tuple[Engine, Loaded]:
@@ -213,7 +215,8 @@ def _load_here(device: str, settings: RunnerSettings, tokenizer: Tokenizer | Non
     assert runner.grammars is not None
     checker = GrammarChecker(runner.grammars, samples_here=True)
     executor = make_executor(runner, async_scheduling=config.async_scheduling)
-    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker)), loaded
+    step_cost = measure_steps(executor, config) if config.speculation else None
+    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker), step_cost=step_cost), loaded
 
 
 def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker) -> dict[str, Any]:

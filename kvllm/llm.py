@@ -128,7 +128,7 @@ class LLM:
         Args:
             messages: a conversation, which is a list of messages `{"role": ..., "content": ...}`, or an iterable of
                 conversations.
-            sampling_params, use_tqdm, lora_request, priority: as in `generate`.
+            sampling_params: as in `generate`, and so are `use_tqdm`, `lora_request` and `priority`.
             chat_template: the text of a template, instead of the checkpoint's.
             add_generation_prompt: end the prompt with what begins an answer. Default: unless the last message is
                 continued.
@@ -172,7 +172,7 @@ class LLM:
         """Find the likeliest continuations of prompts.
 
         Args:
-            prompts, lora_request: as in `generate`.
+            prompts: as in `generate`, and so is `lora_request`.
             use_tqdm: show a progress bar.
             concurrency_limit: most prompts at once, if not all.
 

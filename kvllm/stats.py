@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from copy import copy
+from itertools import zip_longest
 from struct import Struct as Packing
 from typing import Any
 
@@ -46,6 +47,38 @@ class StepTokens(Struct):
         return StepTokens(self.counts[:], self.total)
 
 
+class DraftCounts(Struct):
+    """What became of drafted tokens.
+
+    drafts, tokens: how many drafts there were, and how many tokens in them.
+    right: by their positions in a draft, tokens that the model chose, too, and all before them.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    right: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int, right: int) -> None:
+        """Count a draft of so many tokens, of which the first ones were right."""
+        self.drafts += 1
+        self.tokens += tokens
+        self.right += [0] * (tokens - len(self.right))
+        for position in range(right):
+            self.right[position] += 1
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a sequence got in a step with a draft, the one that the model adds among them."""
+        return 1 + sum(self.right) / self.drafts if self.drafts else 1.0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        right = [mine + theirs for mine, theirs in zip_longest(self.right, other.right, fillvalue=0)]
+        return DraftCounts(self.drafts + other.drafts, self.tokens + other.tokens, right)
+
+    def __copy__(self) -> DraftCounts:
+        return DraftCounts(self.drafts, self.tokens, self.right[:])
+
+
 class EngineStats(Struct):
     """Counters since the engine started, and what is in it now.
 
@@ -62,6 +95,7 @@ class EngineStats(Struct):
         prefix_cache_queries: of these, tokens looked up in the prefix cache.
         prefix_cache_hits: of these, tokens found there.
         output_tokens: tokens sampled.
+        drafts: what became of the tokens that speculative decoding drafted.
         preemptions: sequences that lost their cache and were queued again.
         tokens_recomputed: tokens that these had computed.
         num_host_blocks, host_blocks_in_use: blocks in host memory, and those that hold something now.
@@ -125,6 +159,7 @@ class EngineStats(Struct):
     event_stalls: Durations = field(default_factory=Durations)
     peak_event_bytes: int = 0
     step_tokens: StepTokens = field(default_factory=StepTokens)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     packed_timeline: bytearray = bytearray()
 
     @property

@@ -7,6 +7,7 @@ from kvllm.config.compression import CompressionConfig, LayerGroup, bounding, ma
 from kvllm.config.engine import EngineConfig
 from kvllm.config.host_room import check_host_size, host_room
 from kvllm.config.policies import PolicyOptions, register_policy
+from kvllm.config.speculation import SpeculativeConfig
 from kvllm.config.tenant import TenantConfig
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Options",
     "PolicyOptions",
     "Refused",
+    "SpeculativeConfig",
     "TenantConfig",
     "bounding",
     "check_host_size",

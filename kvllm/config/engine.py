@@ -7,6 +7,7 @@ from msgspec import Struct
 from kvllm.compression.specs import SPECS
 from kvllm.config.checks import check_types, require
 from kvllm.config.compression import CompressionConfig
+from kvllm.config.speculation import SpeculativeConfig
 from kvllm.config.tenant import TenantConfig
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
@@ -42,6 +43,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
     async_scheduling: plan a step while the one before it is executed.
     enable_chunked_prefill: False lets a prompt that a step has room for wait until it is computed in one step.
+    speculation: how tokens are drafted; None: they are not.
     max_logprobs: most tokens of which a request may ask for log probabilities at each position; -1 for all.
     """
 
@@ -68,6 +70,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     async_scheduling: bool = False
     enable_chunked_prefill: bool = True
     max_logprobs: int = 20
+    speculation: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)
@@ -85,6 +88,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 'quantized already goes to the host as it is. Give kv_offload_dtype="auto"'
             )
         self._check_residual()
+        self._check_speculation()
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(
@@ -122,6 +126,21 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
             allowed = f"at most the compression's buffer={compression.buffer}, which nothing drops: raise that"
             require(value <= compression.buffer, field, value, allowed)
+
+    def _check_speculation(self) -> None:
+        """What adds up attention as it is paid cannot take back that of drafts."""
+        compression, residual = self.active_compression, self.kv_residual_tokens
+        if self.speculation is None:
+            return
+        count = self.speculation.num_speculative_tokens
+        allowed = f"less than kv_residual_tokens={residual}, of which drafts take the places"
+        require(residual == 0 or count < residual, "num_speculative_tokens", count, allowed)
+        if compression is None:
+            return
+        field, value = "speculative_config", self.speculation.method
+        require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
+        allowed = f"not with method={compression.method!r}, which adds up attention over whole texts: use another"
+        require(not compression.spec.observes, field, value, allowed)
 
     def _check_recall(self, compression: CompressionConfig) -> None:
         """What is dropped is held in the format of the pool, or in one of fewer bits."""

@@ -92,13 +92,18 @@ class Batch:
             step.shares.holding(seq).add(seq)
             step.shares.charge_tokens(self.waiting.tenant(seq))
 
-    def append(self, step: Step, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
-        """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
+    def append(self, step: Step, seq: Sequence, num_tokens: int, num_blocks: int, draft: list[int]) -> None:
+        """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more.
+
+        draft: the last ones of them, which it may turn out not to have.
+        """
         new_blocks: list[list[int]] = []
         if num_blocks:
             new_blocks, copies = self.blocks.append(seq, num_tokens)
             step.plan.copies += copies
-        if seq.is_decoding:
+        if draft:
+            step.verify(seq, draft, new_blocks)
+        elif seq.is_decoding:
             step.decode(seq, new_blocks)
         else:
             step.prefill(seq, num_tokens, new_blocks)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvllm.config import EngineConfig
+from kvllm.core.drafting.step_cost import StepCost
 from kvllm.core.executor import Executor, WorkersRestarted
 from kvllm.core.input_processor import InputProcessor
 from kvllm.core.output_processor import OutputProcessor, SequenceToken
@@ -37,6 +38,7 @@ class LLMEngine:
 
     tokenizer: None if the checkpoint has none; then prompts are token ids and outputs carry no text.
     grammars: refuses structured outputs that cannot be followed; without it, all are refused.
+    step_cost: what steps take, for drafts; None: all that are found are tried.
     sampled: the tokens of the last step, each with its sequence.
     prompts: the log probabilities of prompts that it has found, each with its sequence.
     """
@@ -50,11 +52,12 @@ class LLMEngine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         grammars: GrammarChecker | None = None,
+        step_cost: StepCost | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
         self.stats = EngineStats(num_blocks=config.num_blocks)
-        self.scheduler = Scheduler(config, self.stats)
+        self.scheduler = Scheduler(config, self.stats, step_cost)
         self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.sampled: list[SequenceToken] = []
@@ -81,7 +84,7 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
             stream: keep the text current at every step; otherwise it is set when a completion ends.
-            priority, tenant, cache_salt: see ServiceClass.
+            priority: see ServiceClass, also for `tenant` and `cache_salt`.
 
         Returns:
             The output, still empty: the object that `step` returns as it grows.
@@ -149,7 +152,8 @@ class LLMEngine:
             self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions or plan.choices))
             for each in self.prompts:
                 self.outputs.add_prompt_logprobs(*each)
-            for seq in self.outputs.process(self.sampled):
+            self.sampled, ended = self.outputs.process(self.sampled)
+            for seq in ended:
                 self.scheduler.finish(seq)
                 self.stats.output_tokens -= seq.sampling.max_tokens == 0  # nobody gets what was sampled
             self._count(plan, result)
@@ -217,11 +221,12 @@ class LLMEngine:
         return plan
 
     def _plan_ahead(self) -> StepPlan | None:
-        """The step after one that is in flight, unless there will be none, or it depends on loads."""
-        if not self.config.async_scheduling or self.scheduler.waits_for_loads:
+        """The step after one that is in flight, unless there will be none, or it depends on loads or drafts."""
+        scheduler = self.scheduler
+        if not self.config.async_scheduling or scheduler.waits_for_loads or scheduler.waits_for_drafts:
             return None
-        self.scheduler.finish_longest()
-        return self.scheduler.schedule() if self.scheduler.has_unfinished else None
+        scheduler.finish_longest()
+        return scheduler.schedule() if scheduler.has_unfinished else None
 
     def _recover(self) -> None:
         """Make everything again from the requests' tokens. If this is cut short, too, the next call does it all."""
@@ -233,13 +238,14 @@ class LLMEngine:
     def _count_stalls(self, seconds: float, *, compressed: bool) -> None:
         """seconds: that this step took."""
         self._step_seconds += seconds
-        last_times = Counter(seq.last_token_time for seq, _ in self.sampled)
+        sequences = {seq for seq, _ in self.sampled}
+        last_times = Counter(seq.last_token_time for seq in sequences)
         for last_time, number in last_times.items():
             if last_time is not None:
                 self.stats.stalls.add(self._step_seconds - last_time, number)
                 if compressed:
                     self.stats.event_stalls.add(self._step_seconds - last_time, number)
-        for seq, _ in self.sampled:
+        for seq in sequences:
             seq.last_token_time = self._step_seconds
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:

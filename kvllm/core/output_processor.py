@@ -58,18 +58,23 @@ class OutputProcessor:
         for token in prompt.tokens[len(found) - prompt.first :]:
             found.append(self._logprobs(token, seq.sampling))
 
-    def process(self, sampled: list[SequenceToken]) -> list[Sequence]:
-        """Give each sequence its token. Returns the sequences that ended, for the caller to let go."""
+    def process(self, sampled: list[SequenceToken]) -> tuple[list[SequenceToken], list[Sequence]]:
+        """Give each sequence its tokens but those after its end. Returns the ones that they got, and the sequences that
+        ended, for the caller to let go."""
         now = time.monotonic()
         for seq, _ in sampled:  # forks appear here first, and their request must not end before all are there
             self.requests[seq.request_id].sequences[seq.index] = seq
+        received: list[SequenceToken] = []
         ended: list[Sequence] = []
         for seq, token in sampled:
+            if seq.has_ended:
+                continue
+            received.append((seq, token))
             request = self.requests.get(seq.request_id)
             if request is not None:  # else another of its completions has failed
                 self._touched[seq.request_id] = request
                 ended += self._receive_or_fail(request, seq, token, now)
-        return ended
+        return received, ended
 
     def take_touched(self) -> list[RequestOutput]:
         """The outputs that grew or ended since the last call, as their requests want them."""

@@ -1,11 +1,11 @@
 """StepPlan and StepResult: all that the core and its workers exchange.
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
-the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `scored`, `choices` and `compressions`, `copies`, `loads`, then `decodes` and `chunks` in
-one forward pass. After the pass each table lets go of the blocks after the window of its layers.
-Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to.
-Stores come before all that writes to blocks.
+the same bytes and executes the parts in this order: `reset`, `accepted`, `cancelled`, `stores`, `suspended`,
+`forgotten`, `dropped_seq_ids`, `new_seqs`, `scored`, `choices` and `compressions`, `copies`, `loads`, then `decodes`,
+`verifications` and `chunks` in one forward pass. After the pass each table lets go of the blocks after the window of
+its layers. Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be
+loaded to. Stores come before all that writes to blocks.
 """
 
 from __future__ import annotations
@@ -72,6 +72,27 @@ class Decodes(Struct, array_like=True, frozen=True):
             if blocks:
                 grown.append(len(self.seq_ids))
                 of_part += blocks
+
+
+class Verification(Struct, array_like=True, frozen=True, gc=False):
+    """A sequence that decodes, and a draft of its next tokens, which are computed in the same pass. How many of them
+    are right is in the result; until the next plan says so (`Accepted`), a worker counts the first token alone.
+
+    token_ids: the token that was sampled last, which is not PENDING, and the draft.
+    new_blocks: for each part of the KV groups, block ids appended to its table before the pass. Empty: none at all.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    new_blocks: list[list[int]]
+
+
+class Accepted(Struct, array_like=True, frozen=True, gc=False):
+    """The right tokens of a sequence's draft in the step before, whose KV pairs stay. Those after them are overwritten:
+    they enter no table, window or sum of scores."""
+
+    seq_id: int
+    token_ids: list[int]
 
 
 class PrefillChunk(Struct, array_like=True, frozen=True, gc=False):
@@ -213,31 +234,35 @@ class StepPlan(Struct, array_like=True):
     suspended: list[int] = []
     forgotten: list[int] = []
     choices: list[CompressionJob] = []
+    accepted: list[Accepted] = []
+    verifications: list[Verification] = []
 
     @property
     def num_seqs(self) -> int:
         """Sequences in the forward pass."""
-        return len(self.decodes.seq_ids) + len(self.chunks)
+        return len(self.decodes.seq_ids) + len(self.verifications) + len(self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the forward pass."""
-        return len(self.decodes.seq_ids) + sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(num_tokens for _, num_tokens in self.query_tokens())
 
     @property
     def only_decodes(self) -> bool:
         """Whether nothing comes before a pass of decodes alone that takes workers any time."""
-        work = (self.new_seqs, self.choices, self.compressions, self.copies, self.chunks, self.stores, self.loads)
-        return bool(self.decodes.seq_ids) and not self.reset and not any(work)
+        before = (self.accepted, self.new_seqs, self.choices, self.compressions, self.copies, self.stores, self.loads)
+        beside = (self.verifications, self.chunks)
+        return bool(self.decodes.seq_ids) and not self.reset and not any((*before, *beside))
 
     def query_tokens(self) -> Iterator[tuple[int, int]]:
         """The id of each sequence in the forward pass, in its order, and the number of its query tokens."""
         yield from ((seq_id, 1) for seq_id in self.decodes.seq_ids)
+        yield from ((each.seq_id, len(each.token_ids)) for each in self.verifications)
         yield from ((chunk.seq_id, chunk.num_tokens) for chunk in self.chunks)
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a sequence has several query tokens."""
+        """Whether a sequence has several query tokens that it is known to have."""
         return any(chunk.num_tokens > 1 for chunk in self.chunks)
 
 
@@ -297,6 +322,7 @@ class MissingMass(Struct, array_like=True, frozen=True):
 class StepResult(Struct, array_like=True):
     """tokens: one for each decode, then one for each chunk that samples, in plan order, followed by those of its forks.
 
+    verified: for each verification, the tokens of its draft that are right, and the one that the model chose then.
     event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
         chunk of as many query tokens: the queries of a layer, the gathered keys and values of as many layers as are
         selected from at once, and the offsets kept so far.
@@ -313,6 +339,7 @@ class StepResult(Struct, array_like=True):
     transfers: TransferReport = TransferReport()
     missing_masses: list[MissingMass] = []
     recalled_bytes: int = 0
+    verified: list[list[SampledToken]] = []
 
 
 encode = msgpack.Encoder().encode

@@ -11,13 +11,15 @@ from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.capacity import longest_alone
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.disk_prefixes import DiskPrefixes
+from kvllm.core.drafting.step_cost import StepCost
 from kvllm.core.offloading import Offloading
 from kvllm.core.policies import make_policy
 from kvllm.core.preemption import Preemption
-from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
+from kvllm.core.protocol import Accepted, MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence
 from kvllm.core.shares import Shares
+from kvllm.core.speculation import Speculation
 from kvllm.core.step import Step
 from kvllm.core.tenant_admission import TenantAdmission
 from kvllm.stats import EngineStats
@@ -33,17 +35,18 @@ class Scheduler:
     """Plans one step at a time; `schedule`, `advance` and `receive` follow each other for each plan.
 
     Nothing that a step finds out changes a length, so the next one may be planned ahead, between `advance` and
-    `receive`: a token that is not there yet is PENDING, at the end of its sequence, until `receive` brings it.
+    `receive`: a token that is not there yet is PENDING, at the end of its sequence, until `receive` brings it. The one
+    exception is a step with drafts, whose right tokens only `receive` counts: it is not planned ahead of.
 
     A step is planned by parts, each with a contract of its own, in turn: `planner` (what is compressed), `tenants` (who
-    gets what it is entitled to), `preemption` (who makes way), `admission` and `waiting` (who starts), and `batch` with
-    its `offloading` (what moves to the host and back). What they tell each other is in `step`. A step's cost follows
-    the running batch, never the queue.
+    gets what it is entitled to), `preemption` (who makes way), `speculation` (what is drafted), `admission` and
+    `waiting` (who starts), and `batch` with its `offloading` (what moves to the host and back). What they tell each
+    other is in `step`. A step's cost follows the running batch, never the queue.
 
     step: planned last.
     """
 
-    def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
+    def __init__(self, config: EngineConfig, stats: EngineStats, step_cost: StepCost | None = None) -> None:
         self.config = config
         self.stats = stats
         self.blocks = BlockManager(
@@ -58,6 +61,7 @@ class Scheduler:
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
         self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and self.blocks.is_uniform
         self._on_disk = DiskPrefixes()
+        self._step_cost = step_cost
         self.reset([])
         self._reset_workers = False
         self._decode_steps = 0
@@ -77,6 +81,8 @@ class Scheduler:
         if seq.has_left:
             return
         seq.has_left = True
+        if self.speculation:
+            self.speculation.finish(seq)
         self.waiting.finish(seq)
         self.batch.finish(seq)
         self.blocks.release(seq)
@@ -94,7 +100,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
-        plan = StepPlan(reset=self._reset_workers)
+        accepted, self._accepted = self._accepted, []
+        plan = StepPlan(reset=self._reset_workers, accepted=[each for seq, each in accepted if not seq.has_left])
         step = self.step = Step(plan, self.config.max_num_batched_tokens, self.step.missing_blocks)
         self.batch.begin(step)
         if self.planner:
@@ -152,14 +159,26 @@ class Scheduler:
                 position += 1
                 continue
             num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, step.tokens)
+            draft = self._draft(step, seq, len(order) - position)
+            num_tokens += len(draft)
             num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
             if num_blocks and num_blocks > self.blocks.num_available:
                 num_tokens = self.preemption.make_room(step, seq, num_tokens, order, position)
                 if not num_tokens:
                     continue
                 num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
-            self.batch.append(step, seq, num_tokens, num_blocks)
+            self.batch.append(step, seq, num_tokens, num_blocks, draft)
             position += 1
+
+    def _draft(self, step: Step, seq: Sequence, num_left: int) -> list[int]:
+        """Tokens to try after the one that a sequence computes next. They take no block that one of the `num_left`
+        running sequences from this one on may need."""
+        if not self.speculation or not seq.is_decoding:
+            return []
+        tokens = step.plan.num_tokens + num_left
+        draft = self.speculation.propose(seq, step.tokens - num_left, tokens, step.plan.num_seqs + num_left)
+        more = self.blocks.blocks_to_append(seq, 1 + len(draft)) if draft else 0
+        return draft if not more or more + num_left <= self.blocks.num_available else []
 
     def _order(self, step: Step, shares: Shares) -> tuple[list[Sequence], set[int]]:
         """The running sequences that are not in the plan yet, in the order in which several tenants are served; and the
@@ -224,8 +243,12 @@ class Scheduler:
         """Account for what a launched plan does whatever it finds: KV pairs stored, forks made, one more token of each
         sequence that samples. Sequences that have ended meanwhile stay as they are."""
         self._reset_workers = False
-        self._sampling, self._prefilled = self.step.decoding[:], self.step.prefilling
-        for seq in self._sampling:
+        self._sampling, self._verified, self._prefilled = (
+            self.step.decoding[:],
+            self.step.verifying,
+            self.step.prefilling,
+        )
+        for seq in (*self._sampling, *self._verified):
             if not seq.has_left:
                 self._advance(seq, 1)
                 seq.token_ids.append(PENDING)
@@ -256,6 +279,12 @@ class Scheduler:
             if seq.is_longest:
                 self.finish(seq)
 
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether the plan after one that is in flight depends on its tokens: on which ones of its drafts are right, or
+        as what is drafted next."""
+        return bool(self._verified) or (self.speculation is not None and self.speculation.pays(len(self.running)))
+
     def receive(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Take the tokens of a plan after `advance`. Those of sequences that have ended are discarded."""
         if result.missing_masses:
@@ -267,7 +296,22 @@ class Scheduler:
             if not seq.has_ended:
                 seq.token_ids[-1] = token.token_id
                 sampled.append((seq, token))
+        for seq, verification, tokens in zip(self._verified, plan.verifications, result.verified, strict=True):
+            if not seq.has_ended:
+                self._accept(seq, len(verification.token_ids) - 1, [token.token_id for token in tokens])
+                sampled += [(seq, token) for token in tokens]
         return sampled
+
+    def _accept(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
+        """A sequence gets the right ones of `num_drafts` tokens, which are computed, and the one that comes next."""
+        assert self.speculation
+        num_right = len(token_ids) - 1
+        seq.token_ids[-1:] = token_ids
+        self.speculation.received(seq, num_drafts, num_right)
+        if not seq.has_left:
+            seq.known_tokens += num_right
+            self._advance(seq, num_right)
+            self._accepted.append((seq, Accepted(seq.seq_id, token_ids[:-1])))
 
     def prompts_of(self, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:
         """The log probabilities of prompts that a step has found, each with its sequence."""
@@ -314,6 +358,10 @@ class Scheduler:
         self._reset_workers = True
         self._prefilled: list[Sequence] = []  # in chunks of the plan that was launched last
         self._sampling: list[Sequence] = []  # its sequences that get tokens, in the order of these
+        self._verified: list[Sequence] = []  # its sequences with drafts
+        self._accepted: list[tuple[Sequence, Accepted]] = []  # their right tokens, for the next plan
+        drafts = self.config.speculation
+        self.speculation = Speculation(drafts, self.stats, self._step_cost) if drafts else None
 
     def check(self) -> None:
         """Raise RuntimeError if the accounting of blocks is not consistent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
-from kvllm.core.protocol import Fork, PrefillChunk, StepPlan
+from kvllm.core.protocol import Fork, PrefillChunk, StepPlan, Verification
 from kvllm.core.sequence import PENDING, Sequence, fork_seed
 from kvllm.core.shares import Shares
 
@@ -16,7 +16,7 @@ class Step:
     The scheduler makes one for each step and hands it to its parts, which keep nothing of it.
 
     plan: what the workers get.
-    decoding, prefilling: the sequences of the plan's decodes and of its chunks, in its order.
+    decoding, verifying, prefilling: the sequences of the plan's decodes, verifications and chunks, in its order.
     tokens: of the budget, those that are left. decode_tokens: of these, the part that compression leaves alone, one for
         each sequence that ran when the step began.
     may_learn: whether a method that learns may learn from the step's next compression.
@@ -39,6 +39,7 @@ class Step:
         "prefilling",
         "shares",
         "tokens",
+        "verifying",
     )
 
     def __init__(self, plan: StepPlan, tokens: int, missing_blocks: int) -> None:
@@ -48,6 +49,7 @@ class Step:
         self.decode_tokens = 0
         self.may_learn = False
         self.decoding: list[Sequence] = []
+        self.verifying: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.shares: Shares | None = None
         self.held = set[int]()
@@ -70,7 +72,7 @@ class Step:
 
     def candidates(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The running sequences that are not in the plan."""
-        planned = {*self.plan.decodes.seq_ids, *(chunk.seq_id for chunk in self.plan.chunks)}
+        planned = {seq_id for seq_id, _ in self.plan.query_tokens()}
         return [seq for seq in running if seq.seq_id not in planned]
 
     def decode(self, seq: Sequence, new_blocks: list[list[int]]) -> None:
@@ -85,6 +87,16 @@ class Step:
         seq.known_tokens += 1
         self.decoding.append(seq)
         self.tokens -= 1
+
+    def verify(self, seq: Sequence, draft: list[int], new_blocks: list[list[int]]) -> None:
+        """Put the token that was sampled last into the plan, and a draft of those after it."""
+        num_tokens = 1 + len(draft)
+        if self.shares:
+            self.shares.count(seq, num_tokens)
+        self.plan.verifications.append(Verification(seq.seq_id, [seq.token_ids[-1], *draft], new_blocks))
+        seq.known_tokens += 1
+        self.verifying.append(seq)
+        self.tokens -= num_tokens
 
     def prefill(self, seq: Sequence, num_tokens: int, new_blocks: list[list[int]]) -> None:
         """Put tokens that the workers have into the plan."""

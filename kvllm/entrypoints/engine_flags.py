@@ -37,6 +37,7 @@ NO_FLAGS = ("model", "tenants", "served_model_name")
 READERS: dict[str, dict[str, Any]] = {
     "kv_cache_memory_bytes": {"type": parse_bytes, "metavar": "SIZE"},
     "hf_overrides": {"type": reader(parse_json_object, "--hf-overrides"), "metavar": "JSON"},
+    "speculative_config": {"type": reader(parse_json_object, "--speculative-config"), "metavar": "JSON"},
     "kv_offloading_size": {"type": parse_gib, "metavar": "GIB"},
     "swap_space": {"type": parse_gib, "metavar": "GIB"},
     "kv_offloading_disk_size": {"type": parse_gib, "metavar": "GIB"},

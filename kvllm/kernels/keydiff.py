@@ -37,7 +37,10 @@ def _unit_keys(
     return vectors / tl.maximum(lengths, 1e-12)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_keys", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_keys", "table_stride"],
+    do_not_specialize_on_alignment=["scores"],  # a layer's begin where the number of windows has them begin
+)
 def _compare_to_mean(
     scores,
     keys,

@@ -166,6 +166,6 @@ def add_mass(
         ROWS=tile,
         TILE=tile,
         SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
-        num_warps=4,
+        num_warps=4 if head_dim <= 128 else 8,
         num_stages=2,
     )

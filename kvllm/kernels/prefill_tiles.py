@@ -10,7 +10,6 @@ tile of keys is one copy by the tensor memory accelerator (TMA), if a block has 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvllm.kernels.capability import has_boxes, multiplies_from_memory
 from kvllm.kernels.tiles import bounded, decode_rows, kv_pairs_per_tile, kv_places, load_vectors, stages, warps
 
 
@@ -59,13 +59,13 @@ class PrefillTiles:
         group = num_query_heads // kv_heads
         kv_pairs = 128 if head_dim <= 128 else 64
         whole = block_size % kv_pairs == 0 and keys.dtype == dtype
-        boxes = whole and dtype != torch.float32 and not ragged and _has_boxes()
-        rows = _rows(group, dtype, head_dim)
+        boxes = whole and dtype != torch.float32 and not ragged and has_boxes()
+        rows = _rows(group, dtype, head_dim, quantized=keys.dtype != dtype)
         if boxes:
             num_warps, num_stages = 8, 3  # one tile is used, one is on its way, and where the next lies is read
         else:
-            kv_pairs = kv_pairs_per_tile(dtype, head_dim)
-            num_warps, num_stages = warps(dtype, rows, head_dim), stages(head_dim)
+            kv_pairs = _kv_pairs(dtype, head_dim)
+            num_warps, num_stages = 8 if head_dim > 128 else warps(dtype, rows, head_dim), stages(head_dim)
         order = longest_first(query_start_loc, last_kv_index, rows // group)
         return cls(order, rows, kv_pairs, boxes, num_warps, num_stages)
 
@@ -80,19 +80,20 @@ class PrefillTiles:
         )
 
 
-def _has_boxes() -> bool:
-    """Whether the device has the TMA and the shared memory that tiles take; Triton's interpreter has both."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    target = triton.runtime.driver.active.get_current_target()
-    return (target.backend, target.arch) == ("cuda", 90)
+def _kv_pairs(dtype: torch.dtype, head_dim: int) -> int:
+    """As in a decode. Where the operands of products take registers, half as many of 16 bits: the rows of a tile are
+    many, and all of them would spill."""
+    pairs = kv_pairs_per_tile(dtype, head_dim)
+    return pairs if dtype == torch.float32 or head_dim <= 64 or multiplies_from_memory() else pairs // 2
 
 
-def _rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
-    """At most 32 KiB of rows. Those of float32 must add up like those of a decode."""
+def _rows(group: int, dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
+    """At most 32 KiB of rows. Those of float32 must add up like those of a decode. Decoding wide codes takes registers,
+    too."""
     if dtype == torch.float32:
         return decode_rows(group)
-    return max(128 if head_dim <= 128 else 64, decode_rows(group))
+    wide_rows = 32 if quantized and not multiplies_from_memory() else 64
+    return max(128 if head_dim <= 128 else wide_rows, decode_rows(group))
 
 
 def longest_first(query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, tokens_per_tile: int) -> torch.Tensor:

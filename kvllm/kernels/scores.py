@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.capability import multiplies_from_memory
 from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
 
 
@@ -75,7 +76,10 @@ def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MAS
     return last
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "window"],
+    do_not_specialize_on_alignment=["inverses"],  # they begin where the number of query tokens has them begin
+)
 def _row_softmax(
     queries,
     keys,
@@ -155,7 +159,10 @@ def _row_softmax(
     tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "window"],
+    do_not_specialize_on_alignment=["inverses"],  # they begin where the number of query tokens has them begin
+)
 def _column_sums(
     mass,
     queries,
@@ -229,6 +236,25 @@ def _column_sums(
     tl.store(mass + place, tl.sum(sums, 0), mask=key < num_keys)
 
 
+def _tiles(dtype: torch.dtype, head_dim: int, *, plain: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes of the tiles of both passes, and the warps of a program, over keys of `dtype`; without options of a layer,
+    which need more registers, if `plain`.
+
+    The side that a program keeps is as large as it can be, because all of the other side passes through.
+    """
+    if dtype == torch.float32:
+        tile = {"ROWS": 16, "KEYS": 32, "num_warps": 8}
+        return tile, tile
+    width = 128 if head_dim <= 128 else 64
+    # Where operands take registers, what codes are decoded to would not fit in them, and of wide heads, not in 99 KiB.
+    halved = not multiplies_from_memory() and (head_dim > 128 or dtype.itemsize == 1)
+    first_keys = width // 2 if halved else width
+    return (
+        {"ROWS": 128 if plain else 64, "KEYS": first_keys, "num_warps": 8},
+        {"ROWS": 64, "KEYS": width, "num_warps": 4 if plain else 8},
+    )
+
+
 def window_scores(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -275,15 +301,7 @@ def window_scores(
         "SOFT_CAP": (soft_cap or 0.0) * LOG2_E,
         "num_stages": 2,
     }
-    plain = soft_cap is None and sinks is None  # others need more registers
-    if keys.dtype == torch.float32:
-        rows, num_warps = (32, 4) if plain else (16, 8)
-        first = second = {"ROWS": rows, "KEYS": 32, "num_warps": num_warps}
-    else:
-        # The side that a program keeps is as large as it can be, because all of the other side passes through.
-        width = 128 if head_dim <= 128 else 64
-        first = {"ROWS": 128 if plain else 64, "KEYS": width, "num_warps": 8}
-        second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
+    first, second = _tiles(keys.dtype, head_dim, plain=soft_cap is None and sinks is None)
     row_tiles, key_tiles = triton.cdiv(group * num_tokens, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
     _row_softmax[(num_sequences, kv_heads, row_tiles)](
         queries,

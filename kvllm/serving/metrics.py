@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
-from kvllm.stats import STEP_TOKENS, EngineStats
+from kvllm.stats import STEP_TOKENS, DraftCounts, EngineStats
 
 FAST_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -96,6 +96,7 @@ class EngineCollector(Collector):
         yield self._gauge("kvllm:host_blocks", "KV blocks for which the host has room.", stats.num_host_blocks)
         for name, (text, field) in ENGINE_COUNTERS.items():
             yield _counter(name, text, self._labels, stats[field])
+        yield from self._drafts(stats.drafts)
         phases = {phase: stats[f"{phase}_seconds"] for phase in PHASES}
         yield self._by("phase", CounterMetricFamily, "kvllm:phase_seconds", "Time of steps.", phases)
         for name, (text, field) in STALLS.items():
@@ -108,6 +109,15 @@ class EngineCollector(Collector):
         yield _histogram("vllm:iteration_tokens_total", text, self._labels, STEP_TOKENS, steps.counts, steps.total)
         text = "Requests refused because the server was busy or about to stop."
         yield self._by("reason", CounterMetricFamily, "vllm:admission_rejections", text, self._rejections)
+
+    def _drafts(self, drafts: DraftCounts) -> Iterator[Metric]:
+        prefix, right = "vllm:spec_decode_num", "Drafted tokens that the model chose, too"
+        yield _counter(f"{prefix}_drafts", "Drafts of speculative decoding.", self._labels, drafts.drafts)
+        yield _counter(f"{prefix}_draft_tokens", "Drafted tokens.", self._labels, drafts.tokens)
+        yield _counter(f"{prefix}_accepted_tokens", f"{right}.", self._labels, sum(drafts.right))
+        by_position = {str(position): count for position, count in enumerate(drafts.right)}
+        text = f"{right}, by their positions in drafts."
+        yield self._by("position", CounterMetricFamily, f"{prefix}_accepted_tokens_per_pos", text, by_position)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)

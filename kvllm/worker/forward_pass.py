@@ -59,7 +59,7 @@ class ForwardPass:
         """The inputs of a pass without its tokens, and what computes it. Lengths are those before it."""
         attends = [attend for feature in self.features if (attend := feature.before_pass(plan, batch))]
         size = self.graphs.sizes.of(batch.num_tokens) if self.graphs else None
-        if self.graphs and size and not attends and not self.reports.pending:
+        if self.graphs and size and not (attends or self.reports.pending or batch.num_verified):
             inputs = self.graphs.prepare(batch.states, batch.num_tokens, size)
             return inputs, partial(self._replay, self.graphs, size)
         inputs = self._prepare_inputs(batch)

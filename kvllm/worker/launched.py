@@ -20,9 +20,10 @@ from kvllm.worker.transfer import to_device
 
 @dataclass
 class Launched:
-    """event_bytes: see StepResult. complete: adds to the result what tiers have done. batch: of the step."""
+    """verified, event_bytes: see StepResult. complete: adds to the result what tiers have done. batch: of the step."""
 
     samples: Samples | None = None
+    verified: Sequence[list[SampledToken]] = ()
     clock: PhaseClock | None = None
     event_bytes: int = 0
     prompts: list[PromptReport] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Launched:
         result = StepResult(self.tokens, seconds, self.event_bytes, prompts)
         if self.complete:
             self.complete(result)
+        result.verified = list(self.verified)
         return result
 
     def filled(self, token_ids: np.ndarray, pending: list[int], batch: StepBatch) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ import torch
 from kvllm.attention.base import AttentionBackend
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import BlockCopy, Fork, SequenceStart, StepPlan, StepResult
+from kvllm.core.protocol import Accepted, BlockCopy, Fork, SampledToken, SequenceStart, StepPlan, StepResult
 from kvllm.core.sequence import PENDING
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.tiers.host import HostStore
@@ -30,6 +32,7 @@ from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
+from kvllm.worker.verification import verify
 
 Run = Callable[[Callable[[], None]], Launched]
 """Starts the pass of a prepared plan, and calls what it is given right before."""
@@ -97,6 +100,8 @@ class ModelRunner:
         """Do what comes before the pass of a plan, and needs no token of the step before."""
         if plan.reset:
             self._reset()
+        if plan.accepted:
+            self._accept(plan.accepted)
         for feature in self.features:
             feature.before_plan(plan, self.states)
         for seq_id in plan.dropped_seq_ids:
@@ -121,13 +126,13 @@ class ModelRunner:
         def run(before_pass: Callable[[], None]) -> Launched:
             with torch.inference_mode():
                 with clock.measure("model"):
-                    samples, batch = forward(before_pass) if forward else (None, None)
+                    sampled, batch = forward(before_pass) if forward else (NOTHING, None)
                 if self.forward_pass.graphs and batch and not plan.has_prefill:
                     # The next step is probably one more token of each, and this one still runs.
                     self.forward_pass.graphs.prepare_ahead(batch.states)
                 prompts = self.forward_pass.reports.take()
                 complete = partial(self._complete, plan) if self._reporting else None
-                self._last = Launched(samples, clock, event_bytes, prompts, complete, batch)
+                self._last = Launched(*sampled, clock, event_bytes, prompts, complete, batch)
                 return self._last
 
         return run
@@ -137,6 +142,15 @@ class ModelRunner:
             feature.after_pass(plan, result)
 
     # Sequences
+
+    def _accept(self, accepted: list[Accepted]) -> None:
+        """Count the right tokens of drafts in the step before, which are computed."""
+        states, counts = [self.states[each.seq_id] for each in accepted], [len(each.token_ids) for each in accepted]
+        for feature in self.features:
+            feature.accepted(states, counts)
+        for state, each in zip(states, accepted, strict=True):
+            state.extend(each.token_ids)
+        self.tables.advance(np.array([state.table_slot for state in states]), np.array(counts))
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
@@ -183,7 +197,7 @@ class ModelRunner:
 
     # The pass
 
-    def _prepare_forward(self, plan: StepPlan) -> Callable[[Callable[[], None]], tuple[Samples | None, StepBatch]]:
+    def _prepare_forward(self, plan: StepPlan) -> Callable[[Callable[[], None]], tuple[Sampled, StepBatch]]:
         """Prepare the model's pass. What this returns runs it and samples. On a GPU both have only been launched when
         that returns."""
         batch = self._batches.batch(plan, self.states)
@@ -191,6 +205,11 @@ class ModelRunner:
             if grown:
                 tables.append_one(batch.table_slots[grown], blocks)
         chunk_tokens: list[int] = []
+        for state, verification in zip(batch.verified, plan.verifications, strict=True):
+            for tables, blocks in zip(self.tables.parts, verification.new_blocks, strict=False):
+                tables.append(state.table_slot, blocks)
+            state.extend(verification.token_ids[:1])
+            chunk_tokens += verification.token_ids
         for chunk in plan.chunks:
             state = self.states[chunk.seq_id]
             for tables, blocks in zip(self.tables.parts, chunk.new_blocks, strict=False):
@@ -198,11 +217,11 @@ class ModelRunner:
             begin = state.logical_length
             chunk_tokens += state.token_ids[begin : begin + chunk.num_tokens]
         inputs, compute = self.forward_pass.prepare(plan, batch)
-        self.tables.advance(batch.table_slots, batch.counts)
+        self.tables.advance(batch.table_slots, batch.num_known)
         known = np.array(plan.decodes.token_ids, dtype=np.int64)
         pending = np.flatnonzero(known == PENDING).tolist()
 
-        def run(before_pass: Callable[[], None]) -> tuple[Samples | None, StepBatch]:
+        def run(before_pass: Callable[[], None]) -> tuple[Sampled, StepBatch]:
             token_ids, place = self._extend(batch, known, pending)
             inputs.write_tokens(np.concatenate([token_ids, chunk_tokens]) if chunk_tokens else token_ids)
             before_pass()
@@ -227,24 +246,39 @@ class ModelRunner:
             batch.take_tokens()  # PENDING, which the result of the step before replaces
         return token_ids, place
 
-    def _sample(self, plan: StepPlan, batch: StepBatch, last_logits: LastRows) -> Samples | None:
+    def _sample(self, plan: StepPlan, batch: StepBatch, last_logits: LastRows) -> Sampled:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         if batch.only_decodes:
             logits, chosen = last_logits(range(batch.num_decodes))
             if self._last.batch is not batch:
                 number_rows(batch.decoding)
-            return sample(logits, batch.decode_rows, chosen) if self.samples else None
-        sampled, numbers = batch.decoding[:], list(range(batch.num_decodes))
-        for number, chunk in enumerate(plan.chunks, batch.num_decodes):
+            return Sampled(sample(logits, batch.decode_rows, chosen)) if self.samples else NOTHING
+        sampled, rows = batch.decoding[:], list(range(batch.num_decodes))
+        drafted = range(batch.num_decodes, sum(batch.num_rows) - len(plan.chunks))
+        parents = batch.states[batch.num_decodes + batch.num_verified :]
+        for row, parent, chunk in zip(count(drafted.stop), parents, plan.chunks, strict=False):
             if chunk.samples:
-                parent = batch.states[number]
                 sampled += [parent, *[self._fork(parent, fork) for fork in chunk.forks]]
-                numbers += [number] * (1 + len(chunk.forks))
-        if not sampled:
-            return None
+                rows += [row] * (1 + len(chunk.forks))
+        if not sampled and not drafted:
+            return NOTHING
         number_rows(sampled)
-        logits, chosen = last_logits(numbers)
-        return sample(logits, rows_of(sampled), chosen) if self.samples else None
+        logits, chosen = last_logits([*rows, *drafted])
+        if not self.samples:
+            return NOTHING
+        samples = sample(logits[: len(rows)], rows_of(sampled), chosen) if sampled else None
+        drafts = [verification.token_ids[1:] for verification in plan.verifications]
+        return Sampled(samples, verify(logits[len(rows) :], [state.sample_row for state in batch.verified], drafts))
+
+
+class Sampled(NamedTuple):
+    """What a pass has sampled. verified: of each sequence with a draft, the right tokens and the one after them."""
+
+    samples: Samples | None = None
+    verified: Sequence[list[SampledToken]] = ()
+
+
+NOTHING = Sampled()
 
 
 def _nothing() -> None:

@@ -66,7 +66,8 @@ class PromptReports:
 
     def add(self, plan: StepPlan, states: list[SequenceState], hidden: Tensor) -> None:
         """Report the tokens that follow those of the step in prompts. Lengths are those after the step."""
-        begin = first_chunk = len(plan.decodes.seq_ids)
+        first_chunk = plan.num_seqs - len(plan.chunks)
+        begin = plan.num_tokens - sum(chunk.num_tokens for chunk in plan.chunks)
         for item, state in zip(plan.chunks, states[first_chunk:], strict=True):
             row, first = state.sample_row, state.logical_length - item.num_tokens + 1
             following = row.prompt_token_ids[first : first + item.num_tokens]

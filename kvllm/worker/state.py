@@ -31,6 +31,11 @@ class SequenceState:
     sampled_row: int = 0
     chosen: list[list[torch.Tensor | None]] = field(default_factory=list)
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of the output."""
+        self.token_ids += token_ids
+        self.sample_row.output_token_ids += token_ids
+
     def set_token(self, index: int, token_id: int) -> None:
         """Put a token of the output in place of PENDING."""
         self.token_ids[index] = token_id

@@ -17,6 +17,7 @@ from kvllm.worker.state import SequenceState
 class StepBatch:
     """The sequences of a step in the plan's order, `num_decodes` that decode first, and their query tokens.
 
+    num_verified: how many come after these with a draft. num_known: int64 `[S]`, query tokens that are no draft.
     table_slots: int64 `[S]`.
     untaken: new tokens of those that decode, int64 `[num_decodes]` of each step, which they do not have yet.
     """
@@ -25,6 +26,8 @@ class StepBatch:
     num_tokens: list[int]
     num_decodes: int
     table_slots: np.ndarray
+    num_verified: int
+    num_known: np.ndarray
     untaken: deque[np.ndarray] = field(default_factory=deque)
 
     @property
@@ -40,10 +43,26 @@ class StepBatch:
         """`num_tokens`, int64 `[S]`."""
         return np.array(self.num_tokens)
 
+    @cached_property
+    def verified(self) -> list[SequenceState]:
+        """Those with a draft."""
+        return self.states[self.num_decodes : self.num_decodes + self.num_verified]
+
+    def has_draft(self, number: int) -> bool:
+        return self.num_decodes <= number < self.num_decodes + self.num_verified
+
+    @property
+    def num_rows(self) -> list[int]:
+        """How many query tokens of each sequence, the last ones, have logits: all of one with a draft, else one."""
+        return [count if self.has_draft(i) else 1 for i, count in enumerate(self.num_tokens)]
+
     @property
     def last_tokens(self) -> np.ndarray:
-        """The last query token of each sequence, int64 `[S]`."""
-        return self.counts.cumsum() - 1
+        """The query tokens that have logits: int64 `[R]`."""
+        ends = self.counts.cumsum()
+        if not self.num_verified:
+            return ends - 1
+        return np.concatenate([np.arange(end - rows, end) for end, rows in zip(ends, self.num_rows, strict=True)])
 
     @cached_property
     def decode_rows(self) -> SampleRows:
@@ -69,10 +88,13 @@ class StepBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, states: dict[int, SequenceState]) -> StepBatch:
-        decodes = plan.decodes.seq_ids
-        of_step = [*[states[seq_id] for seq_id in decodes], *[states[chunk.seq_id] for chunk in plan.chunks]]
-        num_tokens = [1] * len(decodes) + [chunk.num_tokens for chunk in plan.chunks]
-        return cls(of_step, num_tokens, len(decodes), np.array([state.table_slot for state in of_step]))
+        seq_ids, num_tokens = zip(*plan.query_tokens(), strict=True)
+        of_step = [states[seq_id] for seq_id in seq_ids]
+        num_decodes, num_verified = len(plan.decodes.seq_ids), len(plan.verifications)
+        num_known = np.array(num_tokens)
+        num_known[num_decodes : num_decodes + num_verified] = 1
+        table_slots = np.array([state.table_slot for state in of_step])
+        return cls(of_step, list(num_tokens), num_decodes, table_slots, num_verified, num_known)
 
 
 def rows_of(states: list[SequenceState]) -> SampleRows:
@@ -108,9 +130,10 @@ class BatchKeeper:
 
     def batch(self, plan: StepPlan, states: dict[int, SequenceState]) -> StepBatch:
         """states: of all sequences."""
-        if self._batch is None or plan.chunks or plan.decodes.seq_ids != self._seq_ids:
+        has_others = bool(plan.chunks or plan.verifications)
+        if self._batch is None or has_others or plan.decodes.seq_ids != self._seq_ids:
             batch = StepBatch.of(plan, states)
-            self._batch = None if plan.chunks else batch
+            self._batch = None if has_others else batch
             self._seq_ids = plan.decodes.seq_ids
             return batch
         return self._batch

@@ -13,7 +13,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
-from kvllm.worker.features.observed_scores import ScoringBackend
+from kvllm.worker.features.observed_scores import ScoringBackend, WindowScorer
 from tests.helpers import attention_cases
 from tests.helpers.attention_cases import (
     EDGES,
@@ -275,7 +275,7 @@ def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, o
         run(backend, i, i + 1, window_start=start)
     expected = case.cache.scores[0, block, :, offset]
     assert not expected[scored].isnan().any() and expected[~scored].isnan().all()
-    scoring = ScoringBackend(backend, make_operations(case.cache))
+    scoring = ScoringBackend(backend, WindowScorer(make_operations(case.cache), windows), None)
     for chunk in (1, 7, 50, 200, 700):
         case.cache.scores.fill_(torch.nan)
         for begin in range(0, 700, chunk):

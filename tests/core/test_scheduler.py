@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import CompressionConfig, EngineConfig, LayerGroup, TenantConfig
+from kvllm.config import CompressionConfig, EngineConfig, LayerGroup, SpeculativeConfig, TenantConfig
 from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence, ServiceClass
@@ -25,6 +25,8 @@ from tests.helpers.literal_worker import LiteralWorker
 from tests.helpers.plans import scheduled_in
 
 GREEDY = SamplingParams(temperature=0)
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=9)
 
 
 class Harness:
@@ -73,8 +75,9 @@ class Harness:
         self.plans.append(plan)
         assert self.scheduler.blocks.num_owned <= self.config.num_blocks
         for seq, _ in self.scheduler.update(plan, self.worker.execute(plan)):
-            self.live.setdefault(seq.seq_id, seq)
-            if seq.num_tokens >= seq.max_length:
+            if not seq.has_left:
+                self.live.setdefault(seq.seq_id, seq)
+            if seq.num_tokens >= seq.max_length and seq.seq_id in self.live:
                 self.finish(seq.seq_id)
         for seq in self.scheduler.running:
             self.worker.check_agrees(seq)
@@ -209,6 +212,7 @@ def configs(draw) -> EngineConfig:
         num_host_blocks=draw(st.sampled_from([0, 0, 8, 200])),
         swap=draw(st.sampled_from(["always", "always", "auto"])),
         kv_offloading_path=draw(st.sampled_from([None, "disk"])),
+        speculation=draw(st.sampled_from([None, None, NGRAM, SUFFIX])),
     )
 
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kvllm.worker import build, transfer
 from tests.helpers.device_memory import Storage
 from tests.helpers.device_streams import Stream, Streams
+from tests.helpers.quick_interpreter import quick_interpreter
 
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default: 0, aten.copy_.default: 1}
@@ -396,6 +397,7 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
         for name, function in functions.items():
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: device.pin(tensor.clone())))
+        stack.enter_context(quick_interpreter())
         launch = lambda executor, *args, **kwargs: device.launch(start, executor, args, kwargs)  # noqa: E731
         stack.enter_context(patch.object(GridExecutor, "__call__", launch))
         stack.enter_context(patch.object(InterpreterBuilder, "create_masked_load", noted_load))

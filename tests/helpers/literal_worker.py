@@ -155,6 +155,7 @@ class LiteralWorker(BlockingExecutor):
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
         self.host = LiteralHost(config.block_size, random.Random(seed), loss)
+        self.verified: dict[int, list[int]] = {}  # sequences with drafts in the last step, and the right tokens
 
     def slot(self, table: LiteralTable, position: int) -> int:
         """Of a token after all that the table lacks."""
@@ -183,6 +184,7 @@ class LiteralWorker(BlockingExecutor):
         if plan.reset:
             self.sequences.clear()
             self.host.restart()
+        self._accept(plan)
         self.host.store(plan, self.cache)
         for seq_id in plan.suspended:
             if seq_id in self.sequences:
@@ -218,6 +220,21 @@ class LiteralWorker(BlockingExecutor):
         result = self._forward(plan)
         result.transfers = self.host.report(self.cache, wait=not plan.num_seqs)
         return result
+
+    def _accept(self, plan: StepPlan) -> None:
+        """Every sequence with a draft gets to know how much of it was right, unless it has ended."""
+        told = {each.seq_id: each.token_ids for each in plan.accepted}
+        assert self.verified.keys() >= told.keys() and len(told) == len(plan.accepted)
+        for seq_id, right in self.verified.items():
+            if seq_id in told:
+                assert told[seq_id] == right
+                seq = self.sequences[seq_id]
+                seq.tokens += right
+                seq.logical += len(right)
+                self._slide(seq)
+            else:
+                assert plan.reset or seq_id in plan.dropped_seq_ids
+        self.verified = {}
 
     def _in_use(self, plan: StepPlan) -> set[int]:
         """Blocks that the step reads or writes behind its loads."""
@@ -312,11 +329,11 @@ class LiteralWorker(BlockingExecutor):
                 self.cache[destination * size + offset] = self.cache[source * size + offset]
 
     def _forward(self, plan: StepPlan) -> StepResult:
-        tokens = []
+        result = StepResult([])
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         for item in scheduled_in(plan):
             seq = self.sequences[item.seq_id]
-            seq.tokens += item.new_tokens
+            seq.tokens += [*item.new_tokens, *item.draft]
             for table, blocks in zip(seq.tables, item.new_blocks, strict=bool(item.new_blocks)):
                 table.blocks += blocks
             policy = self.compression.policy if self.compression and seq.sampling.compress else None
@@ -332,10 +349,13 @@ class LiteralWorker(BlockingExecutor):
                 table = seq.tables[part]
                 self._check_entries(seq, part, self.entries(table.blocks, 0, seq.logical - table.dropped))
             self._check_windows(seq, item.num_tokens)
-            self._slide(seq)
             assert item.samples == (seq.logical == len(seq.tokens))
-            if not item.samples:
+            if item.draft:
+                result.verified.append(self._verify(item.seq_id, seq, item.draft))
+            self._slide(seq)
+            if item.draft or not item.samples:
                 continue
+            tokens = result.tokens
             tokens.append(self._sample(item.seq_id, seq))
             for fork in item.forks:
                 child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.logical, seq.sampling)
@@ -344,7 +364,20 @@ class LiteralWorker(BlockingExecutor):
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
-        return StepResult(tokens)
+        return result
+
+    def _verify(self, seq_id: int, seq: LiteralSequence, draft: list[int]) -> list[SampledToken]:
+        """Take the draft back, and sample for as long as it is right."""
+        before = len(seq.tokens) - len(draft)
+        del seq.tokens[before:]
+        seq.logical -= len(draft)
+        sampled = [self._sample(seq_id, seq)]
+        while len(sampled) <= len(draft) and sampled[-1].token_id == draft[len(sampled) - 1]:
+            seq.tokens.append(sampled[-1].token_id)
+            sampled.append(self._sample(seq_id, seq))
+        self.verified[seq_id] = [token.token_id for token in sampled[:-1]]
+        del seq.tokens[before:]
+        return sampled
 
     def _sample(self, seq_id: int, seq: LiteralSequence) -> SampledToken:
         return SampledToken(hash((seq_id, tuple(seq.tokens))) % self.vocab)
@@ -368,7 +401,9 @@ class LiteralWorker(BlockingExecutor):
                 continue
             for position in range(max(0, seq.logical - num_tokens + 1 - window), seq.logical):
                 assert self.cache[self.slot(seq.tables[part], position)] == self.entry(seq, part, position)
-            assert len(seq.tables[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
+            drafted = self.config.speculation.num_speculative_tokens if self.config.speculation else 0
+            chunk = max(num_tokens, 1 + drafted)  # room for drafts stays, right or wrong
+            assert len(seq.tables[part].blocks) <= -(-(window - 1 + chunk) // size) + 1
 
     def _slide(self, seq: LiteralSequence) -> None:
         """Let go of the blocks that no later token attends."""
@@ -380,8 +415,10 @@ class LiteralWorker(BlockingExecutor):
 
     def check_agrees(self, seq: Sequence) -> None:
         """The scheduler's idea of a running sequence is the worker's."""
-        mine = self.sequences[seq.seq_id]
-        assert mine.logical == seq.logical_length
+        mine, right = self.sequences[seq.seq_id], self.verified.get(seq.seq_id, [])
+        assert mine.logical + len(right) == seq.logical_length
+        if right:
+            return  # until the next plan says so
         assert mine.tables == [LiteralTable(table.dropped, table.blocks) for table in seq.tables]
         if None not in self.windows:
             return

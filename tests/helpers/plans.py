@@ -8,7 +8,8 @@ from kvllm.core.protocol import Fork, StepPlan
 
 
 class Scheduled(NamedTuple):
-    """A sequence of the pass. new_blocks: by part, empty for none. new_tokens: those that come with the plan."""
+    """A sequence of the pass. new_blocks: by part, empty for none. new_tokens: those that come with the plan.
+    draft: the last of its query tokens, which may be wrong."""
 
     seq_id: int
     num_tokens: int
@@ -16,6 +17,7 @@ class Scheduled(NamedTuple):
     new_tokens: list[int]
     samples: bool
     forks: list[Fork]
+    draft: list[int] = []  # noqa: RUF012
 
 
 def scheduled_in(plan: StepPlan) -> list[Scheduled]:
@@ -33,4 +35,8 @@ def scheduled_in(plan: StepPlan) -> list[Scheduled]:
     chunks = [
         Scheduled(each.seq_id, each.num_tokens, each.new_blocks, [], each.samples, each.forks) for each in plan.chunks
     ]
-    return decoding + chunks
+    verified = [
+        Scheduled(each.seq_id, len(each.token_ids), each.new_blocks, each.token_ids[:1], True, [], each.token_ids[1:])
+        for each in plan.verifications
+    ]
+    return decoding + verified + chunks

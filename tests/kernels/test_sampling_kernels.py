@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import traceback
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +18,7 @@ from kvllm.worker import draws
 from kvllm.worker.mask import restrict
 from kvllm.worker.sample_row import SampleRow
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import print_failures
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
@@ -135,26 +134,19 @@ def check_masks(device: str = "cpu") -> None:
         assert torch.equal(logits.cpu(), expected) and not logits._base[:, vocab:].any()
 
 
-CHECKS = [check_draws, check_many_draws, check_most_likely, check_masks]
+CHECKS = {check.__name__: check for check in (check_draws, check_many_draws, check_most_likely, check_masks)}
 
 
 def run_checks() -> None:
-    failures = {}
-    for check in CHECKS:
-        try:
-            check()
-        except Exception:
-            failures[check.__name__] = traceback.format_exc()
-    print(json.dumps(failures))
+    print_failures(CHECKS)
 
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """Of the checks that fail, what they say."""
     return run_python("run_checks()", __name__, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("name", CHECKS)
 def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
 

@@ -7,8 +7,6 @@ of their own.
 from __future__ import annotations
 
 import itertools
-import json
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -39,6 +37,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.literal_kara import dense_scores, window_tensors
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import print_failures
 from tests.helpers.tensors import assert_same_rounding, bits_of, cos_sin_table, randn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -59,15 +58,7 @@ LONG = ("the_engine_generates_the_same_tokens", "the_engine_scores_keys_in_block
 
 
 def run_checks(*, long: bool) -> None:
-    failures = {}
-    for name, function in CHECKS.items():
-        if name in LONG and not long:
-            continue
-        try:
-            function()
-        except Exception:
-            failures[name] = traceback.format_exc()
-    print(json.dumps(failures))
+    print_failures({name: function for name, function in CHECKS.items() if long or name not in LONG})
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +77,6 @@ def attention_matches_dense() -> None:
     """Decodes and chunks side by side, in every shape of head, and what no sequence holds is NaN."""
     for head_dim, group, block_size, dtype in (
         (64, 4, 16, torch.float32),
-        (64, 2, 32, torch.float16),
         (96, 1, 64, torch.float32),
         (128, 8, 16, torch.float16),
         (256, 3, 256, torch.float32),
@@ -140,9 +130,8 @@ def decodes_alone() -> None:
 
 @check
 def holes_are_not_attended() -> None:
-    for dtype in (torch.float32, torch.float16):
-        assert_matches_dense(attention_cases.make_ragged_case(head_dim=16, group=2, dtype=dtype))
-    assert_matches_dense(attention_cases.make_ragged_case(head_dim=64, group=1, block_size=64))
+    assert_matches_dense(attention_cases.make_ragged_case(head_dim=16, group=2))
+    assert_matches_dense(attention_cases.make_ragged_case(head_dim=64, group=1, block_size=64, dtype=torch.float16))
 
 
 @check
@@ -237,9 +226,9 @@ def attention_mass() -> None:
         (16, 1, 256, torch.float32, "sinks"),
     ):
         options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
-        case = attention_cases.make_case([[64], [0], list(range(35)), list(range(40, 59)), [1100]], **options)
+        case = attention_cases.make_case([[64], [0], list(range(35)), list(range(40, 59)), [600]], **options)
         case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
-        mass = torch.rand(1, 7, attention_cases.KV_HEADS, 1200)
+        mass = torch.rand(1, 7, attention_cases.KV_HEADS, 700)
         before, rows = mass.clone(), [4, 0, 6, 2, 1]
         assert torch.equal(run_observed(case, mass, rows), case.run("triton"))
         for sequence, row in enumerate(rows):
@@ -326,14 +315,14 @@ def bits_of_a_row_do_not_depend_on_the_batch() -> None:
 @check
 def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
     """Every chunk from one row, which is a decode, to all of them, across the end of a segment."""
-    case = attention_cases.make_case([list(range(500, 520))], head_dim=16, group=3)
+    case = attention_cases.make_case([list(range(507, 517))], head_dim=16, group=3)
     with pytest.MonkeyPatch.context() as patch:
         # The interpreter multiplies with BLAS, whose order of summation depends on a row's place in the matrix.
         patch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).astype(dtype).sum(1))
         together = case.run("triton")
-        for size in (1, 7, 16):
-            for start in range(0, 20, size):
-                rows = slice(start, min(20, start + size))
+        for size in (1, 4, 9):
+            for start in range(0, 10, size):
+                rows = slice(start, min(10, start + size))
                 assert torch.equal(part(case, 0, rows).run("triton"), together[rows])
 
 
@@ -411,16 +400,16 @@ def compaction_takes_sequences_in_order() -> None:
 def scores_of_a_window() -> None:
     from kvllm.kernels.scores import window_scores
 
-    for head_dim, heads, kv_heads, dtype in (
-        (64, 4, 2, torch.float32),
-        (96, 3, 3, torch.float16),
-        (4, 8, 1, torch.float32),
+    for head_dim, heads, kv_heads, window, dtype in (
+        (64, 4, 2, 70, torch.float32),
+        (96, 3, 3, 150, torch.float16),  # two tiles of keys and of rows
+        (4, 8, 1, 50, torch.float32),
     ):
-        queries, keys = window_tensors(0, 2, heads, kv_heads, 90, head_dim, dtype)
-        found = window_scores(queries, keys, 77, head_dim**-0.5)
+        queries, keys = window_tensors(0, 2, heads, kv_heads, window, head_dim, dtype)
+        found = window_scores(queries, keys, window - 13, head_dim**-0.5)
         expected = dense_scores(queries, keys, 13)
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
-        alone = window_scores(queries[1:], keys[1:], 77, head_dim**-0.5)
+        alone = window_scores(queries[1:], keys[1:], window - 13, head_dim**-0.5)
         assert torch.equal(found[1:], alone)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -21,6 +21,7 @@ from kvllm.kvcache.ops.plain import TorchOperations
 from tests.helpers import attention_cases
 from tests.helpers.caches import head_dim_for, random_kept
 from tests.helpers.processes import run_python
+from tests.helpers.strict_interpreter import print_failures
 from tests.helpers.tensors import randn
 from tests.kernels.test_triton import dense_mass, run_observed
 
@@ -36,14 +37,8 @@ DTYPES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) 
 
 
 def run_checks(dtypes: Iterable[str]) -> None:
-    failures = {}
-    for name, function in CHECKS.items():
-        for kv_cache_dtype in dtypes:
-            try:
-                function(kv_cache_dtype)
-            except Exception:
-                failures[f"{name}-{kv_cache_dtype}"] = traceback.format_exc()
-    print(json.dumps(failures))
+    every = itertools.product(CHECKS.items(), dtypes)
+    print_failures({f"{name}-{dtype}": partial(function, dtype) for (name, function), dtype in every})
 
 
 @pytest.fixture(scope="module")

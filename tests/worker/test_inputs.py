@@ -39,7 +39,9 @@ class Worker:
         scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
         windows = paper_compression(method="kara_sharp", buffer=1)
         backend, length = make_backend("reference", scored, 3, 1.0), MAX_BLOCKS * BLOCK_SIZE
-        self.scores = ObservedScores(make_operations(scored), backend, [self.tables], windows, MAX_SEQS, length)
+        self.scores = ObservedScores(
+            make_operations(scored), backend, [self.tables], windows, MAX_SEQS, length, [0] * scored.shape.num_layers
+        )
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []
         self.next_block = 0

@@ -71,7 +71,8 @@ def scores(keys: Tensor, statistics: QueryStatistics, cos: Tensor, sin: Tensor) 
 
     Args:
         keys: `[layers, Hkv, n, d]`, rotated.
-        cos, sin: `[d / 2]`, means over the positions ahead.
+        cos: `[d / 2]`, means over the positions ahead.
+        sin: the same.
 
     Returns:
         float32 `[layers, Hkv, n]`.

@@ -129,7 +129,8 @@ class DataParallelEngine:
         for sampled, prompts in self.dispatcher.receive(replica, report):
             for each in prompts:
                 self.outputs.add_prompt_logprobs(*each)
-            for seq in self.outputs.process(sampled):
+            _, ended = self.outputs.process(sampled)
+            for seq in ended:
                 self.dispatcher.finish(seq)
 
     def _rest(self, replica: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 from ray.util import get_current_placement_group
 
+from kvllm.core.drafting.step_cost import measure_steps
 from kvllm.core.engine import LLMEngine
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.protocol import SampledToken, SequenceStart
@@ -102,7 +103,7 @@ class Reporter:
         engine = self.engine
         sampled, engine.sampled = engine.sampled, []
         prompts, engine.prompts = engine.prompts, []
-        ended = [seq for seq, _ in sampled if seq.has_ended]
+        ended = {seq: None for seq, _ in sampled if seq.has_ended}
         with self._lock:
             if sampled or prompts:
                 self._report.steps.append(
@@ -197,7 +198,9 @@ class Replica:
             assert runner.grammars is not None
             runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=loaded.num_blocks), settings.model
-        engine = LLMEngine(config, executor, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+        step_cost = measure_steps(executor, config) if config.speculation else None
+        options = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "step_cost": step_cost}
+        engine = LLMEngine(config, executor, **options)
         self._reporter = Reporter(engine, Path(settings.tokenizer_path or settings.path))
         return msgspec.msgpack.encode(loaded)
 

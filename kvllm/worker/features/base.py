@@ -89,6 +89,10 @@ class StepFeature(ABC):
     def reset(self) -> None:
         """Forget everything: a step was cut short."""
 
+    def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        """In the pass before, sequences had drafts, of which so many tokens were right: what the pass has done for
+        others is to be undone. Lengths do not have the right ones yet."""
+
     def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
         """Nothing has changed yet: the sequences that the plan drops are among `states`, those that it starts are not,
         and blocks hold what they held after the last pass."""

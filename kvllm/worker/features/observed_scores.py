@@ -6,8 +6,8 @@ output is scored, whose blocks no other sequence scores in: what it shares with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import BlockTables, SequenceState, part_of_layers
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write_rows
 from kvllm.worker.transfer import to_device
@@ -50,7 +50,7 @@ class ObservedScores(StepFeature):
     window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
         that is not scored.
     uncompressed: int32 `[num_slots]`, on the host: the first KV pair after all survivors, which are chosen from again.
-    tables: of the first parts, those whose layers attend all tokens.
+    tables: of the first parts, those whose layers attend all tokens. part_of: the part of each layer.
     """
 
     def __init__(
@@ -61,11 +61,14 @@ class ObservedScores(StepFeature):
         config: CompressionConfig,
         num_slots: int,
         max_model_len: int,
+        part_of: Sequence[int],
     ) -> None:
         assert operations.cache.scores is not None
         self.operations = operations
         self.backend = backend
         self.tables = tables
+        self.part_of = part_of
+        self._held: HeldQueries | None = None
         self.tensors = (StepTensor("window_start", padding=NEVER, parts=len(tables)),)
         self.captures = backend.scores_windows
         self.scores = operations.cache.scores
@@ -82,7 +85,8 @@ class ObservedScores(StepFeature):
         if compression is None or not compression.observes_scores:
             return None
         tables, sizes = worker.tables.parts[: worker.tables.full_parts], (config.max_num_seqs, config.max_model_len)
-        return cls(worker.operations, worker.backend, tables, compression, *sizes)
+        part_of = part_of_layers(config, worker.shape.num_layers)
+        return cls(worker.operations, worker.backend, tables, compression, *sizes, part_of)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.window_start[table_slot] = NEVER
@@ -171,10 +175,32 @@ class ObservedScores(StepFeature):
 
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
         """Query tokens whose scores the attention backend does not add up get them in another way."""
+        self._held = None
         if self.backend.scores_windows and max(batch.num_tokens) == 1:
             return None
         chunks = [self._chunks(batch, tables) for tables in self.tables]
-        return partial(self._add_scores, chunks) if any(chunks) else None
+        if not any(chunks):
+            return None
+        known = [tuple(chunk for chunk in of_part if not batch.has_draft(chunk.sequence)) for of_part in chunks]
+        held = [[chunk for chunk in of_part if batch.has_draft(chunk.sequence)] for of_part in chunks]
+        if any(held):
+            self._held = HeldQueries(held, batch.table_slots.tolist())
+        return partial(self._add_scores, known)
+
+    def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        """Add the scores of queries that have turned out to be the sequences'."""
+        if self._held is None:
+            return
+        scorer = WindowScorer(self.operations, self.windows)
+        num_queries = {state.table_slot: 1 + count for state, count in zip(states, counts, strict=True)}
+        for part, tables in enumerate(self.tables):
+            block_tables = to_device(tables.table[self._held.table_slots], self.scores.device)
+            found = scorer.prepare(self._held.chunks(part, num_queries), block_tables)
+            for layer, (queries, softmax) in self._held.of_layers.items():
+                if self.part_of[layer] == part:
+                    for windows in found:
+                        scorer.add(layer, queries, softmax, windows)
+        self._held = None
 
     def _chunks(self, batch: StepBatch, tables: BlockTables) -> tuple[ScoredChunk, ...]:
         """Of one part."""
@@ -189,7 +215,7 @@ class ObservedScores(StepFeature):
 
     def _add_scores(self, chunks: list[tuple[ScoredChunk, ...]], attention: PassAttention) -> None:
         """chunks: of each part."""
-        attention.backend = ScoringBackend(attention.backend, self.operations)
+        attention.backend = ScoringBackend(attention.backend, WindowScorer(self.operations, self.windows), self._held)
         for fields, of_part in zip(attention.fields, chunks, strict=False):
             fields["scored_chunks"] = of_part
 
@@ -211,27 +237,52 @@ class ScoredWindows:
     num_seen: int
 
 
-class ScoringBackend(AttentionBackend):
-    """A backend, and the scores of sequences that it leaves to others, from a second product of queries and keys."""
+class HeldQueries:
+    """Queries of sequences with drafts. Their scores are added up when it is known which of them are right.
 
-    name = "scoring"
+    table_slots: of all sequences of the pass. of_layers: by layer, the queries of those with drafts, which follow each
+        other in the batch, `[T, query_heads, head_dim]`, and the softmax.
+    """
 
-    def __init__(self, backend: AttentionBackend, operations: KVOperations) -> None:
-        super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
-        self.backend = backend
+    def __init__(self, chunks: list[list[ScoredChunk]], table_slots: list[int]) -> None:
+        """chunks: of each part, the sequences with drafts."""
+        self._chunks = chunks
+        self._begin = min(chunk.begin for of_part in chunks for chunk in of_part)
+        self._end = max(chunk.end for of_part in chunks for chunk in of_part)
+        self.table_slots = table_slots
+        self.of_layers: dict[int, tuple[torch.Tensor, Softmax]] = {}
+
+    def hold(self, layer: int, queries: torch.Tensor, softmax: Softmax) -> None:
+        """queries: of all sequences of the pass."""
+        self.of_layers[layer] = queries[self._begin : self._end].clone(), softmax
+
+    def chunks(self, part: int, num_queries: Mapping[int, int]) -> list[ScoredChunk]:
+        """What is to be scored, if so many queries of the sequences in some slots are right, and none of others."""
+        counts = [num_queries.get(self.table_slots[chunk.sequence], 0) for chunk in self._chunks[part]]
+        pairs = zip(self._chunks[part], counts, strict=True)
+        begins = ((chunk, chunk.begin - self._begin, count) for chunk, count in pairs if count)
+        return [replace(chunk, begin=begin, end=begin + count) for chunk, begin, count in begins]
+
+
+class WindowScorer:
+    """Adds up scores of KV pairs by a second product of queries and keys."""
+
+    def __init__(self, operations: KVOperations, windows: ScoreWindows) -> None:
         self.operations = operations
+        self.cache = operations.cache
+        self.windows = windows
 
-    def plan(self, batch: AttentionBatch) -> tuple[Any, list[ScoredWindows], bool]:
-        """Windows that are alike are scored at once: there are many where a text is computed again."""
+    def prepare(self, chunks: Iterable[ScoredChunk], block_tables: torch.Tensor) -> list[ScoredWindows]:
+        """Windows that are alike are scored at once: there are many where a text is computed again.
+
+        block_tables: int32 `[S, n]`.
+        """
         alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-        windows = batch.windows
-        for chunk in batch.scored_chunks:
-            assert windows is not None
-            for start, begin, end in windows_of(chunk, windows):
-                key = end - begin, begin - start, min(windows.num_scored, end - start)
+        for chunk in chunks:
+            for start, begin, end in windows_of(chunk, self.windows):
+                key = end - begin, begin - start, min(self.windows.num_scored, end - start)
                 alike.setdefault(key, []).append((chunk.sequence, start, chunk.begin + begin - chunk.kv_index))
-        found = [self._windows(batch.block_tables, *key, each) for key, each in alike.items()]
-        return self.backend.plan(batch), found, windows is not None and windows.squared
+        return [self._windows(block_tables, *key, each) for key, each in alike.items()]
 
     def _windows(
         self,
@@ -257,23 +308,8 @@ class ScoringBackend(AttentionBackend):
             min(offset, num_scored),
         )
 
-    def run(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        plan: tuple[Any, list[ScoredWindows], bool],
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        inner, every, squared = plan
-        options = self.layers[layer]
-        for windows in every if options.window is None else ():
-            self._add(layer, queries, Softmax(self.scale, options.soft_cap, sinks), windows, squared=squared)
-        return self.backend.run(layer, queries, inner, sinks)
-
-    def _add(
-        self, layer: int, queries: torch.Tensor, softmax: Softmax, windows: ScoredWindows, *, squared: bool
-    ) -> None:
-        """Add the scores of windows, which share no key."""
+    def add(self, layer: int, queries: torch.Tensor, softmax: Softmax, windows: ScoredWindows) -> None:
+        """Add the scores of windows, which share no key. queries: `[T, query_heads, head_dim]`."""
         assert self.cache.scores is not None
         num_windows, num_scored = windows.blocks.shape
         mass = batched_attention_mass(
@@ -281,12 +317,44 @@ class ScoringBackend(AttentionBackend):
             self.operations.gather_keys([layer], windows.tables, num_scored),
             num_scored,
             windows.last_kv_index,
-            squared=squared,
+            squared=self.windows.squared,
             softmax=softmax,
         ).transpose(1, 2)
         scores, seen = self.cache.scores[self.cache.place(layer)], windows.num_seen
         mass[:, :seen] += scores[windows.blocks[:, :seen], :, windows.slots[:, :seen]]
         scores[windows.blocks, :, windows.slots] = mass
+
+
+class ScoringBackend(AttentionBackend):
+    """A backend, and the scores of sequences that it leaves to others. held: gets the queries of a pass with drafts."""
+
+    name = "scoring"
+
+    def __init__(self, backend: AttentionBackend, scorer: WindowScorer, held: HeldQueries | None) -> None:
+        super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
+        self.backend = backend
+        self.scorer = scorer
+        self.held = held
+
+    def plan(self, batch: AttentionBatch) -> tuple[Any, list[ScoredWindows]]:
+        return self.backend.plan(batch), self.scorer.prepare(batch.scored_chunks, batch.block_tables)
+
+    def run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        plan: tuple[Any, list[ScoredWindows]],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        inner, every = plan
+        options = self.layers[layer]
+        if options.window is None:
+            softmax = Softmax(self.scale, options.soft_cap, sinks)
+            for windows in every:
+                self.scorer.add(layer, queries, softmax, windows)
+            if self.held:
+                self.held.hold(layer, queries, softmax)
+        return self.backend.run(layer, queries, inner, sinks)
 
 
 def windows_of(chunk: ScoredChunk, windows: ScoreWindows) -> Iterator[tuple[int, int, int]]:

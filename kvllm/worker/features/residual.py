@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -13,6 +14,7 @@ from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.residual import ResidualStep
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 
 
@@ -31,6 +33,8 @@ class KVResidual(StepFeature):
         rows = (shape.num_layers, 2, num_slots, size, shape.num_kv_heads, shape.head_dim)
         self.pairs = torch.zeros(rows, dtype=shape.dtype)
         self.first = np.zeros(num_slots, dtype=np.int32)
+        self._overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the slots of sequences with drafts: the rows that these take, int64 `[drafts]`, and what was there."""
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
@@ -53,7 +57,18 @@ class KVResidual(StepFeature):
     def restore(self, table_slot: int, saved: tuple[int, torch.Tensor]) -> None:
         self.first[table_slot], self.pairs[:, :, table_slot] = saved
 
+    def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        """Put back what wrong drafts have overwritten: the next tokens attend it."""
+        for state, count in zip(states, counts, strict=True):
+            rows, pairs = self._overwritten[state.table_slot]
+            self.pairs[:, :, state.table_slot, rows[count:]] = pairs[:, :, count:]
+
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
+        self._overwritten = {}
+        for state, verification in zip(batch.verified, plan.verifications, strict=True):
+            positions = state.logical_length + torch.arange(1, len(verification.token_ids))
+            rows = positions % self.pairs.shape[3]
+            self._overwritten[state.table_slot] = rows, self.pairs[:, :, state.table_slot, rows]
         return partial(self._attend, batch.table_slots)
 
     def _attend(self, table_slots: np.ndarray, attention: PassAttention) -> None:

@@ -1,0 +1,83 @@
+"""Speculative decoding beside none, one request at a time: tokens per second, and which drafts are right.
+
+    python -m benchmarks.speculation models/SmolLM2-135M-Instruct --method suffix
+
+Prompts are this project's own pages and files: code to be changed, pages to be summed up, questions about a page that
+ask for quotations; and stories drawn at temperature 1, in which little repeats. Both engines get each prompt, in turns
+that swap, and give the same tokens. The figures go to speculation.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import command_line, machine, report
+from kvllm import LLM, RequestOutput, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+PAGES = [f"docs/{name}.md" for name in ("tiers", "backends", "distributed", "models", "simulation", "troubleshooting")]
+FILES = [f"kvllm/core/{name}.py" for name in ("queue", "step", "tables", "preemption", "admission", "batch")]
+TASKS: dict[str, tuple[list[str], str]] = {
+    "edits": (FILES, "Write this file again, with self called this everywhere, and nothing else changed:\n\n"),
+    "summaries": (PAGES, "Sum up the most important points of this page:\n\n"),
+    "quotations": (PAGES, "Answer with sentences of the page, word by word: what are its limits?\n\n"),
+    "stories": (PAGES, "Tell a story in which one of these words matters:\n\n"),
+}
+
+
+def prompts(llm: LLM, length: int) -> dict[str, list[str]]:
+    """By the kind of task, each with a text of `length` tokens."""
+    tokenizer, found = llm.get_tokenizer(), {}
+    for kind, (paths, task) in TASKS.items():
+        texts = [(ROOT / path).read_text() for path in paths]
+        found[kind] = [task + str(tokenizer.decode(tokenizer.encode(text)[:length])) for text in texts]
+    return found
+
+
+def rate(output: RequestOutput) -> float:
+    """Tokens per second after the first one."""
+    begin, end = output.metrics.first_token_time, output.metrics.finished_time
+    assert begin and end
+    return (len(output.outputs[0].token_ids) - 1) / (end - begin)
+
+
+def benchmark(arguments: Sequence[str]) -> None:
+    parser = command_line.make_parser("benchmarks.speculation", __doc__)
+    parser.add_argument("model")
+    parser.add_argument("--method", default="suffix", help="of speculative_config (default suffix)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--length", type=int, default=600, help="tokens of a text (default 600)")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens generated (default 256)")
+    command_line.add_output_argument(parser)
+    args = parser.parse_args(arguments)
+    options = {"dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 16, "enable_prefix_caching": False}
+    plain, drafting = LLM(args.model, **options), LLM(args.model, speculative_config={"method": args.method}, **options)
+    provenance, rows = machine.announce("benchmarks.speculation", arguments), {}
+    print(
+        "| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|"
+    )
+    for kind, of_kind in prompts(plain, args.length).items():
+        without, others, before = [], [], copy(drafting.stats().drafts)
+        for turn, prompt in enumerate(of_kind):
+            temperature = float(kind == "stories")
+            params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.output_len, ignore_eos=True)
+            for llm in (plain, drafting) if turn % 2 else (drafting, plain):
+                output = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0]
+                (without if llm is plain else others).append(rate(output))
+        ratios = [fast / slow for fast, slow in zip(others, without, strict=True)]
+        after = drafting.stats().drafts
+        counts = zip_longest(after.right, before.right, fillvalue=0)
+        right = [(now - then) / max(1, after.drafts - before.drafts) for now, then in counts]
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        shares = " ".join(f"{share:.2f}" for share in right)
+        print(f"| {kind} | {median(without):.0f} | {median(others):.0f} | {spread} | {shares} |", flush=True)
+        rows[kind] = {"without": without, "with": others, "drafts": after.drafts - before.drafts, "right": right}
+    report.write_json(args.output / "speculation.json", {**provenance, "tasks": rows})
+
+
+if __name__ == "__main__":
+    command_line.run_script(benchmark)

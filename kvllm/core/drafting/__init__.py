@@ -1,0 +1,14 @@
+"""Drafts of the next tokens of a text, for speculative decoding."""
+
+from __future__ import annotations
+
+from kvllm.config.speculation import SpeculativeConfig
+from kvllm.core.drafting.base import Draft, Drafter
+from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.drafting.suffix import SuffixDrafter
+
+__all__ = ["Draft", "Drafter", "make_drafter"]
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    return NgramDrafter(*config.lookup) if config.method == "ngram" else SuffixDrafter()

@@ -1,0 +1,31 @@
+"""The interface of what drafts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from kvllm.core.sequence import Sequence
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next. matched: how many of the last tokens they came after elsewhere."""
+
+    token_ids: list[int]
+    matched: int
+
+
+NO_DRAFT = Draft([], 0)
+
+
+class Drafter(ABC):
+    """Guesses the next tokens of texts. A guess may be anything: the model says which tokens of it are right."""
+
+    @abstractmethod
+    def propose(self, seq: Sequence, most: int) -> Draft:
+        """At most `most` tokens that may follow those of a sequence, none of which is PENDING. NO_DRAFT if it knows
+        none."""
+
+    @abstractmethod
+    def finish(self, seq: Sequence) -> None:
+        """A sequence ends, whatever the reason. Idempotent."""

@@ -1,0 +1,101 @@
+"""How many tokens are drafted for each sequence, by how often drafts were right and what a step costs."""
+
+from __future__ import annotations
+
+from kvllm.config import SpeculativeConfig
+from kvllm.core.drafting import make_drafter
+from kvllm.core.drafting.step_cost import StepCost
+from kvllm.core.sequence import PENDING, Sequence
+from kvllm.stats import EngineStats
+
+BUCKETS = 8
+"""Drafts are told apart by the bits of how many tokens they came after."""
+PRIOR = 0.5
+FORGETS, FADES = 0.95, 0.99
+"""Of the weight of what is known of drafts, what another one leaves, and a step for which none was worth a try: in the
+end one is tried again."""
+
+
+class Rate:
+    """How often tokens of drafts were right, of those that came after right ones. Later ones count more."""
+
+    def __init__(self) -> None:
+        self.right = self.tried = 0.0
+
+    def add(self, right: int, tried: int) -> None:
+        self.right = self.right * FORGETS + right
+        self.tried = self.tried * FORGETS + tried
+
+    def fade(self) -> None:
+        self.right *= FADES
+        self.tried *= FADES
+
+    def mean(self, prior: float, weight: float) -> float:
+        return (self.right + prior * weight) / (self.tried + weight)
+
+
+class Speculation:
+    """Drafts for sequences that decode, and what became of them.
+
+    A token of a draft is right with the probability that those before it had, of this sequence and of others whose
+    drafts came after as many tokens. It is drafted as long as that pays; without `cost`, any draft does.
+    """
+
+    def __init__(self, config: SpeculativeConfig, stats: EngineStats, cost: StepCost | None) -> None:
+        self.most = config.num_speculative_tokens
+        self.stats = stats
+        self.cost = cost
+        self.drafter = make_drafter(config)
+        self._of_matches = [Rate() for _ in range(BUCKETS)]
+        self._of_sequences: dict[int, Rate] = {}
+        self._matched: dict[int, int] = {}
+
+    def pays(self, num_seqs: int) -> bool:
+        """Whether a draft that is right for sure would, in a step of so many sequences."""
+        return self.cost is None or self.cost.least_probability(num_seqs, max(1, num_seqs)) < 1
+
+    def propose(self, seq: Sequence, most: int, tokens: int, num_seqs: int) -> list[int]:
+        """At most `most` tokens that are worth a try after those of a sequence.
+
+        tokens: query tokens of the step so far, and one of each sequence that follows. num_seqs: that decode in it.
+        """
+        most = min(most, self.most, seq.max_length - seq.num_tokens - 1)
+        if most <= 0 or seq.token_ids[-1] == PENDING or not self.pays(num_seqs):
+            return []
+        draft = self.drafter.propose(seq, most)
+        if not draft.token_ids:
+            return []
+        rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[_bucket(draft.matched)]
+        right = rate.mean(of_matches.mean(PRIOR, 2), 2)
+        count, probability = 0, right
+        while count < len(draft.token_ids) and self._is_worth(probability, tokens, num_seqs, count, seq.cached_length):
+            count += 1
+            probability *= right
+        self._matched[seq.seq_id] = draft.matched
+        if not count:
+            rate.fade()
+            of_matches.fade()
+        return draft.token_ids[:count]
+
+    def received(self, seq: Sequence, num_drafts: int, num_right: int) -> None:
+        """So many tokens were drafted for a sequence, and the first ones were right."""
+        tried = min(num_drafts, num_right + 1)
+        self._of_sequences.setdefault(seq.seq_id, Rate()).add(num_right, tried)
+        self._of_matches[_bucket(self._matched.get(seq.seq_id, 0))].add(num_right, tried)
+        self.stats.drafts.add(num_drafts, num_right)
+
+    def finish(self, seq: Sequence) -> None:
+        """A sequence ends. Idempotent."""
+        self.drafter.finish(seq)
+        self._of_sequences.pop(seq.seq_id, None)
+        self._matched.pop(seq.seq_id, None)
+
+    def _is_worth(self, probability: float, tokens: int, num_seqs: int, draft: int, cached: int) -> bool:
+        """Whether to draft one more token of a sequence. tokens: of the step without its `draft`."""
+        if self.cost is None:
+            return True
+        return probability > self.cost.least_probability(tokens + draft, num_seqs, draft, cached)
+
+
+def _bucket(matched: int) -> int:
+    return min(matched.bit_length(), BUCKETS - 1)

@@ -1,0 +1,144 @@
+"""Drafts: what is found in texts, who sees whose outputs, and how many tokens are worth a try."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvllm.config import SpeculativeConfig
+from kvllm.core.drafting.index import MOST_PLACES, RunIndex
+from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.drafting.step_cost import StepCost
+from kvllm.core.drafting.suffix import MOST_TOKENS, SuffixDrafter
+from kvllm.core.sequence import Sequence, ServiceClass
+from kvllm.core.speculation import Speculation
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+from tests.helpers.examples import examples
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def sequence(token_ids: list[int], seq_id: int = 0, prompt_length: int = 1, salt: str | None = None) -> Sequence:
+    service_class = ServiceClass(cache_salt=salt)
+    seq = Sequence(
+        seq_id, "0", token_ids[:prompt_length], SamplingParams(), max_length=1000, service_class=service_class
+    )
+    seq.token_ids += token_ids[prompt_length:]
+    return seq
+
+
+def equal_before(text: list[int], place: int, other: list[int], most: int) -> int:
+    """How many tokens before index `place` of a text are the last ones of another."""
+    count = 0
+    while count < min(most, place, len(other)) and text[place - count - 1] == other[-count - 1]:
+        count += 1
+    return count
+
+
+@given(text=TOKENS, other=TOKENS, length=st.integers(1, 3), more=st.integers(0, 5), cut=st.integers(0, 40))
+@settings(max_examples=examples(300))
+def test_the_longest_of_the_last_places_is_found(
+    text: list[int], other: list[int], length: int, more: int, cut: int
+) -> None:
+    index = RunIndex(length)
+    index.extend(text[:cut])
+    index.extend(text[cut:])
+    for query, is_own in ((other, False), (text, True)):
+        places = [
+            place
+            for place in range(length, len(text) + 1)
+            if equal_before(text, place, query, length) == length and not (is_own and place == len(text))
+        ]
+        if is_own and len(text) >= length:  # the end of the text is remembered, too
+            places = places[-(MOST_PLACES - 1) :]
+        lengths = {place: equal_before(text, place, query, length + more) for place in places[-MOST_PLACES:]}
+        best = max(lengths.values(), default=0)
+        expected = (best, max(place for place in lengths if lengths[place] == best)) if lengths else (0, 0)
+        assert index.longest(query, length + more, is_own=is_own) == expected
+
+
+def test_what_repeats_is_drafted_to_go_on() -> None:
+    drafter = NgramDrafter(2, 4)
+    assert drafter.propose(sequence([1, 2, 3, 9, 1, 2]), 5).token_ids == [3, 9, 1, 2, 3]
+    assert drafter.propose(sequence([7, 7, 7], 1), 3) == ([7, 7, 7], 2)
+    assert not drafter.propose(sequence([1, 2, 3], 2), 3).token_ids
+
+
+def test_more_equal_tokens_win_over_later_ones() -> None:
+    seq = sequence([5, 1, 2, 3, 8, 8, 2, 3, 9, 9, 1, 2, 3])
+    assert NgramDrafter(2, 4).propose(seq, 1) == ([8], 3)
+    assert NgramDrafter(2, 2).propose(seq, 1) == ([9], 2)
+
+
+def test_outputs_of_an_equal_salt_are_seen() -> None:
+    drafter, text = SuffixDrafter(), [1, 2, 3, 4, 5, 6, 7]
+    mine, other = sequence(text, 0, salt="a"), sequence([9, 3, 4, 5], 1, salt="a")
+    drafter.propose(mine, 1)
+    assert not drafter.propose(other, 2).token_ids
+    drafter.finish(mine)
+    drafter.finish(mine)
+    assert drafter.propose(other, 2) == ([6, 7], 3)
+    assert not drafter.propose(sequence([9, 3, 4, 5], 2, salt="b"), 2).token_ids
+    assert not drafter.propose(sequence([9, 1, 2], 3, salt="a"), 2).token_ids, "a prompt is not remembered"
+
+
+def test_old_outputs_are_forgotten() -> None:
+    drafter = SuffixDrafter()
+    for seq_id in range(4):
+        seq = sequence([0, *(1000 * seq_id + i for i in range(MOST_TOKENS // 2 + 1))], seq_id)
+        drafter.propose(seq, 1)
+        drafter.finish(seq)
+    seq = sequence([0, *(1000 * 9 + i for i in range(MOST_TOKENS + 9))], 9)
+    drafter.propose(seq, 1)
+    drafter.finish(seq)
+    assert sum(len(index.token_ids) for index in drafter._outputs[None]) <= 3 * MOST_TOKENS
+    assert len(drafter._outputs[None]) <= 2 and not drafter._own
+
+
+COST = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 4.0], [0.001, 0.0015, 0.0025, 0.0045])
+
+
+@pytest.mark.parametrize(("tokens", "more"), [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.6), (8, 0.6), (30, 0.6)])
+def test_costs_are_linear_between_what_was_measured(tokens: int, more: float) -> None:
+    assert COST.least_probability(tokens, 1) == pytest.approx(more / 1.0)
+    assert COST.least_probability(tokens, 3) == pytest.approx(more * 3 / 1.4)
+
+
+def test_a_long_cache_makes_drafts_dearer_and_steps_without_them_too() -> None:
+    assert COST.least_probability(1, 1, 0, cached=1000) == pytest.approx((0.2 + 0.5) / (1.0 + 1.0))
+    assert COST.least_probability(4, 2, 3, cached=1000) == pytest.approx((0.6 + 0.5) * 2 / (1.2 + 2.0))
+
+
+def speculation(cost: StepCost | None) -> Speculation:
+    return Speculation(SpeculativeConfig(method="ngram", prompt_lookup_min=2), EngineStats(num_blocks=1), cost)
+
+
+REPEATING = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+
+
+def test_a_token_is_drafted_as_long_as_it_pays() -> None:
+    """At first half of all drafted tokens are expected to be right. One more takes a fifth of a step, then 0.6."""
+    assert len(speculation(None).propose(sequence(REPEATING), 8, 1, 1)) == 8
+    assert len(speculation(COST).propose(sequence(REPEATING), 8, 1, 1)) == 2
+    assert not speculation(COST).propose(sequence(REPEATING), 8, 5, 5), "a step of five has no room to spare"
+
+
+def test_right_drafts_make_longer_ones_and_wrong_ones_none() -> None:
+    found, seq = speculation(COST), sequence(REPEATING)
+    for _ in range(20):
+        found.received(seq, 3, 3)
+    assert len(found.propose(seq, 8, 1, 1)) == 8
+    for _ in range(100):
+        found.received(seq, 3, 0)
+    assert not found.propose(seq, 8, 1, 1)
+    assert any(found.propose(seq, 8, 1, 1) for _ in range(500)), "what is known grows old"
+
+
+def test_drafts_end_before_the_longest_text_does() -> None:
+    seq = sequence(REPEATING)
+    seq.max_length = len(REPEATING) + 3
+    assert len(speculation(None).propose(seq, 8, 1, 1)) == 2
+    seq.max_length = len(REPEATING) + 1
+    assert not speculation(None).propose(seq, 8, 1, 1)
