@@ -70,21 +70,16 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     forks = {"max_num_seqs": 3, "num_gpu_blocks_override": 5}
     return {
         "forks, options of sampling, a short pool": (forks, sampled),
-        "kara, a pool of what is free": (
-            {
-                "num_gpu_blocks_override": None,
-                "gpu_memory_utilization": 0.02,
-                "compression": paper_compression(method="kara", retain_tokens=9, **chunks),
-            },
-            [params()] * 2,
-        ),
+        "kara": ({"compression": paper_compression(method="kara", retain_tokens=9, **chunks)}, [params()] * 2),
         "h2o": ({"compression": paper_compression(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
         "int8, adakv": (
             {"kv_cache_dtype": "int8", "compression": paper_compression(method="adakv", **cache)},
             [params()] * 2,
         ),
-        "int4, kara_sharp": (
+        "int4, kara_sharp, a pool of what is free": (
             {
+                "num_gpu_blocks_override": None,
+                "gpu_memory_utilization": 0.02,
                 "kv_cache_dtype": "int4",
                 "compression": paper_compression(method="kara_sharp", retain_tokens=9, **chunks),
             },
@@ -163,7 +158,7 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
             assert completion.cumulative_logprob == pytest.approx(like.cumulative_logprob, abs=1e-3)
 
 
-LONG = ("kara, a pool of what is free", "h2o", "int8, adakv")
+LONG = ("kara", "h2o", "int8, adakv")
 NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in cases()]
 
 
