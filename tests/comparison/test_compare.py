@@ -256,7 +256,7 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ["--text", *texts, "--pieces", "1", "--memory", "0.5", "--methods", "kara", "--needles", "1"]
+    options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "2"]
     whole = compare(checkpoint, tmp_path / "whole", *options)
     measure, calls = measurement.Bench.measure, []
 
