@@ -267,6 +267,8 @@ class ModelRunner:
         if not self.samples:
             return NOTHING
         samples = sample(logits[: len(rows)], rows_of(sampled), chosen) if sampled else None
+        if not drafted:
+            return Sampled(samples)
         drafts = [verification.token_ids[1:] for verification in plan.verifications]
         return Sampled(samples, verify(logits[len(rows) :], [state.sample_row for state in batch.verified], drafts))
 
