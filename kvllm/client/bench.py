@@ -21,6 +21,7 @@ from tqdm import tqdm
 import kvllm
 from kvllm.client import summary
 from kvllm.client.address import headers, root_of
+from kvllm.client.drafts import read_drafts, summarize_drafts
 from kvllm.client.load import ROUTES, Prompt, Run, Target, arrival_times, open_session, send_all
 from kvllm.client.prompts import prompts_of_file, random_prompts, random_texts, tokenize_pieces
 from kvllm.errors import ServerError
@@ -48,9 +49,12 @@ async def bench(args: argparse.Namespace, extra: dict[str, Any]) -> bool:
         if args.num_warmups:
             warmups = [msgspec.structs.replace(prompts[i % len(prompts)], arrival=0.0) for i in range(args.num_warmups)]
             await send_all(session, target, warmups, args.max_concurrency, lambda: None)
+        before = await read_drafts(session, root)
         with tqdm(total=len(prompts), unit="req", disable=args.disable_tqdm or not sys.stderr.isatty()) as bar:
             run = await send_all(session, target, prompts, args.max_concurrency, bar.update)
-    result = provenance(args, server | {"model": model}) | summary.summarize(run, goodput, percentiles)
+        drafts = summarize_drafts(before, await read_drafts(session, root))
+    measured = summary.summarize(run, goodput, percentiles) | drafts
+    result = provenance(args, server | {"model": model}) | measured
     print(summary.table(result, metrics, percentiles))
     for line in [*summary.examples_of_errors(run), *_warnings(run)]:
         print(line, file=sys.stderr)

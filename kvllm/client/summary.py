@@ -167,6 +167,15 @@ def table(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequen
         add(f"Median {title} (ms)", result[f"median_{name}_ms"])
         for percentile in percentiles:
             add(f"P{percentile:g} {title} (ms)", result[f"p{percentile:g}_{name}_ms"])
+    if "spec_decode_num_drafts" in result:
+        lines.append(f"{'Speculative Decoding':-^{WIDTH}}")
+        add("Acceptance rate (%)", result["spec_decode_acceptance_rate"])
+        add("Acceptance length", result["spec_decode_acceptance_length"])
+        add("Drafts", result["spec_decode_num_drafts"], 0)
+        add("Draft tokens", result["spec_decode_draft_tokens"], 0)
+        add("Accepted tokens", result["spec_decode_accepted_tokens"], 0)
+        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+            add(f"  Position {position} (%)", 100 * rate)
     if result["errors_by_kind"]:
         lines.append(f"{'Errors':-^{WIDTH}}")
         for kind, count in result["errors_by_kind"].items():

@@ -37,7 +37,8 @@ def server(tmp_path_factory) -> Iterator[ServerProcess]:
     template = tmp_path_factory.mktemp("server") / "template.jinja"
     template.write_text(TEMPLATE)
     options = ("--block-size", "16", "--kv-cache-memory-bytes", "64M", "--chat-template", str(template))
-    process = ServerProcess(*options, environment={"KVLLM_API_KEY": KEY})
+    drafts = '{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+    process = ServerProcess(*options, "--speculative-config", drafts, environment={"KVLLM_API_KEY": KEY})
     try:
         yield process
     finally:
@@ -285,6 +286,22 @@ def test_prompts_of_a_file(kvllm, server, tmp_path, expected):
     given = ("--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "3", "--ignore-eos")
     result = bench(kvllm, server, tmp_path, *given)
     assert result["input_lens"] == [40, 3, 40] and result["output_lens"] == [40, 3, 40]
+
+
+def test_a_load_says_what_was_drafted(kvllm, server, tmp_path):
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    before = [metric(server, f"vllm:spec_decode_num_{name}_total") for name in names]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT, "output_tokens": 100}))
+    given = ("--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "2", "--max-concurrency", "1")
+    result = bench(kvllm, server, tmp_path, *given, "--ignore-eos", "--temperature", "0")
+    after = [metric(server, f"vllm:spec_decode_num_{name}_total") for name in names]
+    drafts, tokens, right = (now - then for now, then in zip(after, before, strict=True))
+    assert 0 < right < tokens
+    found = [result[f"spec_decode_{name}"] for name in ("num_drafts", "draft_tokens", "accepted_tokens")]
+    assert found == [drafts, tokens, right]
+    assert sum(result["spec_decode_per_position_acceptance_rates"]) == pytest.approx(right / drafts)
+    assert f"Acceptance length:                       {1 + right / drafts:.2f}" in result["printed"]
 
 
 def test_chats(kvllm, server, tmp_path):

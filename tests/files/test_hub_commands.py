@@ -119,3 +119,4 @@ def test_the_variables_of_huggingface_hub(hub, checkpoint, tmp_path):
     assert first.returncode == 0, first.stderr
     assert first.stdout.strip().startswith(str(tmp_path / "home" / "hub" / "models--org--tiny-llama"))
     assert hub.tokens == {"Bearer hf_secret"}
+    assert pull(HF_HUB_OFFLINE="1").stdout == first.stdout
