@@ -4,7 +4,7 @@
 
 Prompts are this project's own pages and files: code to be changed, pages to be summed up, questions about a page that
 ask for quotations; and stories drawn at temperature 1, in which little repeats. Both engines get each prompt, in turns
-that swap, and give the same tokens. The figures go to speculation.json.
+that swap; in float32 their tokens have to be the same. The figures go to speculation.json.
 """
 
 from __future__ import annotations
@@ -65,9 +65,13 @@ def benchmark(arguments: Sequence[str]) -> None:
         for turn, prompt in enumerate(of_kind):
             temperature = float(kind == "stories")
             params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.output_len, ignore_eos=True)
+            texts = []
             for llm in (plain, drafting) if turn % 2 else (drafting, plain):
                 output = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0]
                 (without if llm is plain else others).append(rate(output))
+                texts.append(output.outputs[0].token_ids)
+            if args.dtype == "float32" and texts[0] != texts[1]:
+                raise RuntimeError(f"{kind}, text {turn}: drafts have changed tokens")
         ratios = [fast / slow for fast, slow in zip(others, without, strict=True)]
         after = drafting.stats().drafts
         counts = zip_longest(after.right, before.right, fillvalue=0)

@@ -245,7 +245,8 @@ class StepPlan(Struct, array_like=True):
     @property
     def num_tokens(self) -> int:
         """Query tokens of the forward pass."""
-        return sum(num_tokens for _, num_tokens in self.query_tokens())
+        drafted = sum(len(each.token_ids) for each in self.verifications)
+        return len(self.decodes.seq_ids) + drafted + sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def only_decodes(self) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from kvllm.config.speculation import SpeculativeConfig
-from kvllm.core.drafting.base import Draft, Drafter
+from kvllm.core.drafting.base import Drafter
 from kvllm.core.drafting.ngram import NgramDrafter
 from kvllm.core.drafting.suffix import SuffixDrafter
-
-__all__ = ["Draft", "Drafter", "make_drafter"]
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
