@@ -348,7 +348,8 @@ class EngineArgs:
             groups = make_kv_groups(windows, compression)
         most = (group.most_blocks(length, self.block_size, self._step_tokens(length)) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
-        return msgspec.structs.replace(config, compression=compression)
+        recurrent = self.model_config.recurrent is not None
+        return msgspec.structs.replace(config, compression=compression, has_recurrent_layers=recurrent)
 
     @property
     def pool_blocks(self) -> int | None:
@@ -482,5 +483,6 @@ class EngineArgs:
         )
         allowed += " together choose what comes back: lower it"
         require(value <= heads or not self._engine_config(1, 2).recalls, field, value, allowed)
-        for name, size in {"query heads": model.num_query_heads, **model.mlp_columns}.items():
+        recurrent = {"key heads of linear attention": model.recurrent.key_heads} if model.recurrent else {}
+        for name, size in {"query heads": model.num_query_heads, **model.mlp_columns, **recurrent}.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")

@@ -60,7 +60,6 @@ def build_engine(args: EngineArgs) -> Engine:
     """
     set_up_threads()
     config, shape = args.engine_config, cache_shape(args)
-    beside = bytes_beside_pool(config, shape)
     tokenizer = _tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
@@ -81,9 +80,11 @@ def build_engine(args: EngineArgs) -> Engine:
                 "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "
                 'them out, or give device="cpu"'
             )
+        free = workers.available_memory if workers else available_memory(device, 1)
+        config = _with_room_for_states(args, config, shape, free)
+        beside = bytes_beside_pool(config, shape)
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
-            free = workers.available_memory if workers else available_memory(device, 1)
             num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, sum(beside.values()), free)
             config = structs.replace(config, num_blocks=num_blocks)
         num_host_blocks, num_host_chunks = _host_room(args, config, shape)
@@ -231,6 +232,27 @@ def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, gram
 
 
 # Memory
+
+
+def _with_room_for_states(args: EngineArgs, config: EngineConfig, shape: CacheShape, free: int) -> EngineConfig:
+    """Where layers hold a state for each sequence, so many sequences at once that these take half of the memory that
+    the pool would have alone."""
+    if shape.recurrent is None:
+        return config
+    size, memory = shape.recurrent.bytes_per_sequence, args.kv_cache_memory_bytes or min(4 * GIB, free // 2)
+    least = f"at least {2 * size}: a sequence holds {size} bytes in recurrent layers, beside its KV pairs"
+    require(memory >= 2 * size, "kv_cache_memory_bytes", memory, least)
+    most = memory // 2 // size
+    if most >= config.max_num_seqs:
+        return config
+    logger.info(
+        "at most %d sequences run at once instead of max_num_seqs=%d: each holds %.1f MiB in recurrent layers, which "
+        "take half of the memory of KV pairs. kv_cache_memory_bytes gives more",
+        most,
+        config.max_num_seqs,
+        size / MIB,
+    )
+    return structs.replace(config, max_num_seqs=most)
 
 
 def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_bytes: int, free: int) -> int:

@@ -12,7 +12,14 @@ from msgspec import Struct, field
 
 from kvllm.durations import Durations
 
-SIZES = ("num_blocks", "block_bytes", "method_state_bytes", "kv_residual_bytes", "num_host_blocks")
+SIZES = (
+    "num_blocks",
+    "block_bytes",
+    "method_state_bytes",
+    "kv_residual_bytes",
+    "recurrent_state_bytes",
+    "num_host_blocks",
+)
 MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
@@ -87,6 +94,7 @@ class EngineStats(Struct):
         block_bytes: bytes of a block on one rank, in all layers: keys, values, their scales and scores.
         method_state_bytes: memory that the compression method keeps beside the pool.
         kv_residual_bytes: memory for the last KV pairs of sequences as they were before they were rounded.
+        recurrent_state_bytes: memory for the states of recurrent layers.
         steps: forward passes.
         step_tokens: how many tokens of prompts and outputs these computed.
         num_running, num_waiting: sequences now.
@@ -126,6 +134,7 @@ class EngineStats(Struct):
     block_bytes: int = 0
     method_state_bytes: int = 0
     kv_residual_bytes: int = 0
+    recurrent_state_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
     blocks_in_use: int = 0

@@ -10,6 +10,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.residual import ResidualStep
 
 
@@ -20,7 +21,7 @@ class AttentionContext:
     plan: of `backend`, for the step's query tokens.
     slot_mapping: int64 `[T]`, the slot of each query token's KV pair, negative where none is stored. None in a pass
         that only reads the cache: it must not call `store`.
-    residual: that of the plan's batch.
+    residual: that of the plan's batch. recurrent: of a model with recurrent layers.
     """
 
     backend: AttentionBackend
@@ -28,6 +29,7 @@ class AttentionContext:
     plan: Any
     slot_mapping: torch.Tensor | None
     residual: ResidualStep | None = None
+    recurrent: RecurrentStep | None = None
 
     @property
     def parts(self) -> Sequence[AttentionContext]:
@@ -64,6 +66,11 @@ class PartedAttention:
     parts: Sequence[AttentionContext]
     part_of: Sequence[int]
 
+    @property
+    def recurrent(self) -> RecurrentStep | None:
+        """As of an AttentionContext."""
+        return self.parts[0].recurrent
+
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As AttentionContext.store."""
         self.parts[self.part_of[layer]].store(layer, keys, values)
@@ -75,6 +82,11 @@ class PartedAttention:
 
 class Attention(Protocol):
     """What the layers of a model ask for: an AttentionContext, or what does the same in another way."""
+
+    @property
+    def recurrent(self) -> RecurrentStep | None:
+        """As of an AttentionContext."""
+        ...
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As AttentionContext.store."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvllm.attention.layer import PLAIN
 from kvllm.compression.mass import Softmax
+from kvllm.errors import CheckpointError
 from kvllm.models.config import load_model_config
 from kvllm.models.elementwise import rms_norm
 from kvllm.models.loader import load_model
@@ -38,6 +39,11 @@ class DenseModel:
 
     def __init__(self, path: Path, longest: int) -> None:
         self.config = load_model_config(path)
+        if self.config.recurrent is not None:
+            raise CheckpointError(
+                f"{path} has layers with a recurrent state, of which nothing is calibrated: use a method that needs no "
+                "calibration"
+            )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_model(path, self.config, SingleRank(), torch.float32, self.device, longest)
         self.frequencies = rotary_frequencies(self.config, longest).to(self.device)

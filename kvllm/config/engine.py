@@ -35,6 +35,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
+    has_recurrent_layers: other layers hold a state for each sequence, which is that after its last token: no prefix is
+        shared, and no query is computed again.
     num_host_blocks: blocks in host memory, for what leaves the pool.
     num_host_chunks: chunks there, for KV pairs that compressions drop and that may come back.
     kv_offload_dtype: of keys and values there; "auto": that of the cache.
@@ -61,6 +63,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     compression: CompressionConfig | None = None
     tenants: dict[str, TenantConfig] = {}
     kv_groups: tuple[KVGroup, ...] = UNIFORM
+    has_recurrent_layers: bool = False
     num_host_blocks: int = 0
     num_host_chunks: int = 0
     kv_offload_dtype: str = "auto"
@@ -132,6 +135,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         compression, residual = self.active_compression, self.kv_residual_tokens
         if self.speculation is None:
             return
+        allowed = "not with recurrent layers, whose states take back no token: leave it out"
+        require(not self.has_recurrent_layers, "speculative_config", self.speculation.method, allowed)
         count = self.speculation.num_speculative_tokens
         allowed = f"less than kv_residual_tokens={residual}, of which drafts take the places"
         require(residual == 0 or count < residual, "num_speculative_tokens", count, allowed)
@@ -157,7 +162,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
         if compression.recalls:
             self._check_recall(compression)
-        if all(group.window is None for group in self.kv_groups):
+        if all(group.window is None for group in self.kv_groups) and not self.has_recurrent_layers:
             return
         allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
         require(has_full(self.kv_groups), "compression", compression.method, allowed)
@@ -165,9 +170,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         needs_nothing = spec.reads_cache_alone or compression.observes_scores
         able = ", ".join(name for name, each in SPECS.items() if each.reads_cache_alone)
         observable = ", ".join(name for name, each in SPECS.items() if each.observable)
+        reason = "a sliding window, whose KV pairs are released"
+        if self.has_recurrent_layers:
+            reason = "a recurrent state, which earlier tokens have no more"
         allowed = (
-            "the model has layers with a sliding window, whose KV pairs are released, so no query can be computed "
-            f"again: use one of {able}, or {observable} with observed scores"
+            f"the model has layers with {reason}, so no query can be computed again: use one of {able}, or {observable} "
+            "with observed scores"
         )
         require(needs_nothing, "method", compression.method, allowed)
 
@@ -192,7 +200,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks that hold the same tokens."""
-        return self.enable_prefix_caching and not self.observes_attention
+        return self.enable_prefix_caching and not (self.observes_attention or self.has_recurrent_layers)
 
     @property
     def observes_attention(self) -> bool:

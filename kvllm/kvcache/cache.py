@@ -19,6 +19,7 @@ import torch
 
 from kvllm.kvcache.formats import KVFormat
 from kvllm.kvcache.quantize import Codec, codec
+from kvllm.kvcache.recurrent import StateShape
 from kvllm.memory_pages import use_huge_pages
 from kvllm.quantized_vectors import SCALE_BYTES
 
@@ -30,6 +31,7 @@ class CacheShape:
     dtype: of keys and values outside of the cache. kv_format: of those in it; None: the same.
     scored: every KV pair has a float32 score beside it, in each layer and head.
     places: where in a block each layer lies; layers of different parts share places. None given: each has its own.
+    recurrent: of the layers that hold a state for each sequence, beside the pool.
     """
 
     num_layers: int
@@ -40,6 +42,7 @@ class CacheShape:
     scored: bool = False
     kv_format: KVFormat | None = None
     places: tuple[int, ...] = ()
+    recurrent: StateShape | None = None
 
     @property
     def rotated(self) -> bool:

@@ -20,6 +20,7 @@ MODELS = {
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 

@@ -18,7 +18,7 @@ from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.elementwise import rms_norm
 from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
-from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, norm_weight
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, TokenMixer, norm_weight
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -59,8 +59,10 @@ class Decoder:
         self.eps = config.rms_norm_eps
         self.norm_offset = config.norm_offset
         self.logit_cap = config.logit_cap
-        self.num_query_heads = layers[0].attention.qkv.num_query_heads
-        self.num_kv_heads = layers[0].attention.qkv.num_kv_heads
+        attending = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
+        self.num_query_heads = attending[0].qkv.num_query_heads
+        self.num_kv_heads = attending[0].qkv.num_kv_heads
+        self._places = _places([isinstance(layer.attention, SelfAttention) for layer in layers])
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._compiled: CompiledLayers | None = None
 
@@ -158,18 +160,23 @@ class Decoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if visit is None:
-                queries, keys, values = layer.attention.project(x, positions)
-                attention.store(index, keys, values)
+                attended = layer.attention.attend(x, positions, attention, self._places[index])
             else:
+                assert isinstance(layer.attention, SelfAttention)  # no option asks for it beside recurrent layers
                 queries = layer.attention.project_queries(x, positions)
                 visit(index, queries)
                 if index == last:
                     break
-            attended = attention.run(index, queries, layer.attention.sinks)
+                attended = attention.run(index, queries, layer.attention.sinks)
             if index == last and wanted is not None:
                 attended, residual = attended[wanted], residual[wanted]
             x = layer.finish(attended, residual, self._next_norms[index])
         return x
+
+
+def _places(attends: Sequence[bool]) -> list[int]:
+    """Of each layer the number of those before it that attend, too, or that have a state, too."""
+    return [attends[:index].count(kind) for index, kind in enumerate(attends)]
 
 
 def build_decoder(
@@ -180,13 +187,15 @@ def build_decoder(
     max_model_len: int,
     *,
     make_attention: Callable[..., SelfAttention] = SelfAttention,
+    make_recurrent: Callable[..., TokenMixer] | None = None,
     make_mlp: Callable[..., MLP] | None = None,
     make_layer: Callable[..., DecoderLayer] = DecoderLayer,
 ) -> Decoder:
     """The decoder that all families are, or one with other parts, on one rank.
 
     dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
-    make_attention: called for each layer with the arguments of SelfAttention.
+    make_attention: called for each layer with attention, with the arguments of SelfAttention. make_recurrent: for each of
+        the others, with these but the last.
     make_mlp: called with a layer's index and the arguments of GatedMLP, which is the default.
     make_layer: called for each layer with the arguments of DecoderLayer.
     Raises ConfigError if the ranks cannot share a size out equally.
@@ -196,15 +205,17 @@ def build_decoder(
     sliding = cos_sin
     if config.sliding_rope is not None:
         sliding = rotary_table(config, max_model_len, device, config.sliding_rope)
+    arguments = (config, shard, dtype, device)
+    mixers: list[TokenMixer] = [
+        make_attention(*arguments, sliding if number in config.sliding_rope_layers else cos_sin)
+        for number in range(config.num_layers)
+    ]
+    if config.recurrent is not None and make_recurrent is not None:
+        for index in config.recurrent.indices:
+            mixers.insert(index, make_recurrent(*arguments))
     layers = [
-        make_layer(
-            config,
-            make_attention(config, shard, dtype, device, sliding if index in config.sliding_rope_layers else cos_sin),
-            make_mlp(index, config, shard, dtype, device) if make_mlp else GatedMLP(config, shard, dtype, device),
-            dtype,
-            device,
-        )
-        for index in range(config.num_layers)
+        make_layer(config, mixer, make_mlp(index, *arguments) if make_mlp else GatedMLP(*arguments), dtype, device)
+        for index, mixer in enumerate(mixers)
     ]
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
     return Decoder(embedding, layers, final_norm, LMHead(embedding, config.tie_word_embeddings, shard), config)

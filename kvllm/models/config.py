@@ -16,6 +16,7 @@ from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.models import MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
+from kvllm.models.recurrent import RecurrentLayers
 from kvllm.models.rope import Rope, TopKeys, read_rope
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
@@ -44,6 +45,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model, as kvllm computes it.
 
     architecture: a key of `kvllm.models.MODELS`.
+    num_layers: those with attention, which all that is said of layers is about, but `recurrent` and `experts`.
     num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
     weight_format: None unless the checkpoint is quantized.
     layers: the options of each layer's attention; none: all attend all earlier tokens, with a plain softmax.
@@ -58,6 +60,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: embedded tokens are multiplied by it. logit_cap: logits are bounded by it (`LayerAttention`).
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
+    recurrent: None unless other layers hold a state in the place of KV pairs.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
     """
@@ -90,6 +93,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logit_cap: float | None = None
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
+    recurrent: RecurrentLayers | None = None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -102,6 +106,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts is not None:
             columns["MLP columns of an expert"] = self.experts.intermediate_size
         return columns
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with attention among all of the decoder."""
+        if self.recurrent is None:
+            return tuple(range(self.num_layers))
+        others = set(self.recurrent.indices)
+        return tuple(index for index in range(self.num_layers + len(others)) if index not in others)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -118,11 +130,13 @@ class ConfigKeys(TopKeys, kw_only=True):
 
     A family with keys or defaults of its own extends this class.
 
-    DTYPE: the dtype where none is given. QUANTIZED: values of `quant_method` that the family computes.
+    DTYPE: the dtype where none is given. QUANTIZED: values of `quant_method` that the family computes. LAYER_TYPES: what
+        `layer_types` may say beside kinds of attention.
     """
 
     DTYPE: ClassVar[str] = "float32"
     QUANTIZED: ClassVar[tuple[str, ...]] = METHODS
+    LAYER_TYPES: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int
     hidden_size: int
@@ -194,7 +208,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
         _check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
-    fields = family.read(keys)
+    fields = {"num_layers": keys.num_hidden_layers} | family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
         refuse("mlp_bias is true: the MLP projections have a bias")
     config = ModelConfig(
@@ -202,7 +216,6 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         vocab_size=keys.vocab_size,
         hidden_size=keys.hidden_size,
         intermediate_size=keys.intermediate_size,
-        num_layers=keys.num_hidden_layers,
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -259,7 +272,7 @@ def _refuse_unsupported(keys: ConfigKeys) -> None:
 
 def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
     for kind in layer_types:
-        if kind not in ("full_attention", "attention", "sliding_attention"):
+        if kind not in (*keys.LAYER_TYPES, "full_attention", "attention", "sliding_attention"):
             refuse(f"layer_types has {kind!r}")
     if len(layer_types) != keys.num_hidden_layers:
         raise CheckpointError(
@@ -303,6 +316,10 @@ def _check_totals(config: ModelConfig) -> None:
     inner = config.intermediate_size + (experts.count * experts.intermediate_size if experts else 0)
     layer = config.hidden_size * (heads * config.head_dim + 3 * inner)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    if recurrent := config.recurrent:
+        recurrent.check()
+        width = recurrent.channels + 2 * recurrent.value_heads * (recurrent.value_dim + 1)
+        weights += len(recurrent.indices) * config.hidden_size * (width + 3 * inner)
     if weights > MOST_WEIGHTS:
         raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim

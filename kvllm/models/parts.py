@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kvllm.attention.context import Attention
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import add_rms_norm, rotary, silu_mul
 from kvllm.models.layers import MergedColumnLinear, QKVLinear, RowLinear, Weight, whole
@@ -23,6 +24,32 @@ def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torc
     )
 
 
+class TokenMixer(Protocol):
+    """The part of a layer in which tokens see those before them.
+
+    name: its name in a checkpoint's layers.
+    """
+
+    name: str
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        """As of an MLP."""
+        ...
+
+    def allocate(self, packing: Packing) -> None:
+        """As of an MLP."""
+        ...
+
+    def attend(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, index: int) -> torch.Tensor:
+        """`[T, hidden_size]` -> the input of `finish`, with a row for each token. index: of the layer among those with a
+        mixer of this kind."""
+        ...
+
+    def finish(self, attended: torch.Tensor) -> torch.Tensor:
+        """What `attend` returns, or some rows of it -> `[T, hidden_size]`, summed over the ranks."""
+        ...
+
+
 class SelfAttention:
     """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
@@ -30,6 +57,7 @@ class SelfAttention:
     sinks: float32 `[query_heads]`, those of this rank: learned scores of the softmax, where a family has them.
     """
 
+    name = "self_attn"
     sinks: torch.Tensor | None = None
 
     def __init__(
@@ -48,18 +76,27 @@ class SelfAttention:
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
         if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset)
-            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset)
+            for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+                found[f"{prefix}.{name}.weight"] = whole(norm, self.norm_offset, self.qkv.order)
         return found
 
     def allocate(self, packing: Packing) -> None:
         self.qkv.allocate(packing)
         self.o.allocate(packing)
 
+    def attend(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, index: int) -> torch.Tensor:
+        """`[T, hidden_size]` -> `[T, query_heads, head_dim]`."""
+        queries, keys, values = self.project(x, positions)
+        attention.store(index, keys, values)
+        return attention.run(index, queries, self.sinks)
+
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
         `[T, kv_heads, head_dim]`."""
-        qkv = self.qkv.forward(x)
+        return self.rotated(self.qkv.forward(x), positions)
+
+    def rotated(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[T, (query_heads + 2 * kv_heads) * head_dim]`, changed in place -> as `project`."""
         self._rotate(qkv, positions, self.qkv.num_kv_heads)
         queries, keys, values = qkv.split(self.qkv.sizes, 1)
         heads = (-1, self.head_dim)
@@ -137,7 +174,7 @@ class DecoderLayer:
     """One layer: attention, then the MLP, each after a norm and added to the residual."""
 
     def __init__(
-        self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, attention: TokenMixer, mlp: MLP, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.eps = config.rms_norm_eps
         self.norm_offset = config.norm_offset
@@ -153,7 +190,7 @@ class DecoderLayer:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {
             **{f"{prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in self.norms().items()},
-            **self.attention.weights(f"{prefix}.self_attn"),
+            **self.attention.weights(f"{prefix}.{self.attention.name}"),
             **self.mlp.weights(f"{prefix}.{self.mlp.name}"),
         }
 

@@ -21,6 +21,7 @@ from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
 from kvllm.kvcache.groups import layer_parts
+from kvllm.kvcache.recurrent import StateShape
 from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
@@ -119,7 +120,17 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
         scored,
         kv_format,
         places=tuple(place_of[layer] for layer in range(model.num_layers)) if len(parts) > 1 else (),
+        recurrent=state_shape(model, DTYPES[dtype], num_ranks),
     )
+
+
+def state_shape(model: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> StateShape | None:
+    """Sizes of what each rank stores for each sequence in recurrent layers, if there are any."""
+    layers = model.recurrent
+    if layers is None:
+        return None
+    of_heads = (layers.value_heads // num_ranks, layers.key_dim, layers.value_dim)
+    return StateShape(len(layers.indices), layers.channels // num_ranks, layers.taps, *of_heads, dtype)
 
 
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:

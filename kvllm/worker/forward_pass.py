@@ -111,7 +111,8 @@ class ForwardPass:
         for fields, part in zip(attention.fields, inputs.parts, strict=True):
             batch = AttentionBatch(**fields)
             plan = backend.plan(batch)
-            parts.append(AttentionContext(backend, self.operations, plan, part.slot_mapping, batch.residual))
+            held = (batch.residual, attention.recurrent)
+            parts.append(AttentionContext(backend, self.operations, plan, part.slot_mapping, *held))
         return parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
 
     def _last_logits(self, batch: StepBatch, hidden: torch.Tensor, numbers: Sequence[int]) -> LastLogits:

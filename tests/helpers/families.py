@@ -7,12 +7,21 @@ from typing import Any
 
 from tests.helpers.checkpoints import LINEAR, LLAMA3
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR_ATTENTION = "sliding_attention", "full_attention", "linear_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 OSS_YARN = {**YARN, "truncate": False}
 MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3 = {"family": "phi3", "pad_token_id": 0}
 EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
+DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
 
 
@@ -65,6 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-tied-sharded": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "sharded": True},
     "qwen3-moe": {"family": "qwen3_moe", **QWEN_EXPERTS, "norm_topk_prob": True},
     "qwen3-moe-some-layers": {"family": "qwen3_moe", **QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [2]},
+    "qwen3.5": {"family": "qwen3_5_text", "head_dim": 16, **DELTA},
     "phi3": {**PHI3},
     "phi3-window": {**PHI3, "sliding_window": 7, "num_key_value_heads": 4},
     "phi3-partial": {**PHI3, **partial({"rope_parameters": {"rope_type": "default"}}, 0.5)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from kvllm.attention.context import AttentionContext
 from kvllm.attention.reference import ReferenceBackend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.models.loader import load_model
 from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.build import state_shape
 
 CPU = torch.device("cpu")
 
@@ -39,6 +42,8 @@ class PagedModel:
         self.operations = make_operations(self.cache)
         self.tables = torch.randperm(48, generator=torch.Generator().manual_seed(0)).view(3, 16)
         self.lengths = [0, 0, 0]
+        state = state_shape(config, dtype, config.num_query_heads // model.num_query_heads)
+        self.states = RecurrentStates(state, 3) if state else None
 
     def forward(self, chunks: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None) -> torch.Tensor:
         """Compute the next tokens of some sequences in one step: hidden states of all query tokens, or of those."""
@@ -51,7 +56,13 @@ class PagedModel:
             self.lengths[sequence] += len(tokens)
         token_ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         rows = None if wanted is None else torch.tensor(wanted)
-        return self.model.forward(token_ids, positions, self.context(plan, slots), rows)
+        attention = self.context(plan, slots)
+        if self.states:
+            counts = [len(tokens) for tokens in chunks.values()]
+            starts = torch.tensor([0, *counts]).cumsum(0).int()
+            step = RecurrentStep(self.states, torch.tensor(list(chunks)), starts, counts)
+            attention = replace(attention, recurrent=step)
+        return self.model.forward(token_ids, positions, attention, rows)
 
     def context(self, plan: Any, slot_mapping: torch.Tensor | None = None) -> AttentionContext:
         return AttentionContext(self.backend, self.operations, plan, slot_mapping)

@@ -76,7 +76,8 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer of transformers: `[1, heads, T, d]` -> `[1, T, Hq, d]`."""
-    layer, found = module.layer_idx, run.found
+    found = run.found
+    layer = len(found.queries)  # among those with attention
     found.queries.append(queries[0])
     found.keys.append(keys[0] if run.cached is None else run.cached.keys[layer])
     found.values.append(values[0] if run.cached is None else run.cached.values[layer])

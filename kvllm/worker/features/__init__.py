@@ -13,6 +13,7 @@ from kvllm.worker.features.observed_scores import ObservedScores
 from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.features.recall import Recall
+from kvllm.worker.features.recurrent_states import RecurrentFeature
 from kvllm.worker.features.residual import KVResidual
 
 KINDS: tuple[type[StepFeature], ...] = (
@@ -21,6 +22,7 @@ KINDS: tuple[type[StepFeature], ...] = (
     LinearFits,
     KVResidual,
     Recall,
+    RecurrentFeature,
     ObservedScores,  # after all that is nearer to attention
     Offloader,  # after all that it saves
 )

@@ -16,6 +16,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
 from kvllm.worker.state import PartTables, SequenceState
@@ -50,11 +51,13 @@ class PassAttention:
     """Attention of one pass, which features change before it is planned.
 
     inputs: on the model's device; their tokens are not there yet. fields: of the AttentionBatch of each part.
+    recurrent: of recurrent layers, if there are any.
     """
 
     inputs: StepInputs
     backend: AttentionBackend
     fields: list[dict[str, Any]]
+    recurrent: RecurrentStep | None = None
 
 
 Attend = Callable[[PassAttention], None]

@@ -1,0 +1,74 @@
+"""The states of recurrent layers: of each running sequence one, whose size does not grow with the text.
+
+They lie beside the KV pool, in a row for each table slot. A state is that after all tokens that are computed, so it
+cannot be shared like a block, or taken back by a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of what one rank stores for each sequence.
+
+    num_layers: those that have a state. channels, taps: of the convolution, whose last `taps - 1` inputs are held in
+    `dtype`. heads, key_dim, value_dim: of the state itself, which is held in float32.
+    """
+
+    num_layers: int
+    channels: int
+    taps: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        inputs = self.channels * (self.taps - 1) * self.dtype.itemsize
+        return self.num_layers * (inputs + 4 * self.heads * self.key_dim * self.value_dim)
+
+
+class RecurrentStates:
+    """The states of all table slots.
+
+    inputs: `[layers, slots, taps - 1, channels]`, the last inputs of the convolution, the newest one last.
+    states: float32 `[layers, slots, heads, key_dim, value_dim]`.
+    """
+
+    def __init__(self, shape: StateShape, num_slots: int, device: torch.device | str = "cpu") -> None:
+        of_slots = (shape.num_layers, num_slots)
+        self.inputs = torch.zeros((*of_slots, shape.taps - 1, shape.channels), dtype=shape.dtype, device=device)
+        self.states = torch.zeros((*of_slots, shape.heads, shape.key_dim, shape.value_dim), device=device)
+
+    def clear(self, table_slot: int) -> None:
+        """Begin a sequence."""
+        self.inputs[:, table_slot] = 0
+        self.states[:, table_slot] = 0
+
+    def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of a sequence's state in all layers."""
+        return self.inputs[:, table_slot].clone(), self.states[:, table_slot].clone()
+
+    def restore(self, table_slot: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Let a sequence go on from `saved`."""
+        self.inputs[:, table_slot], self.states[:, table_slot] = saved
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """What the recurrent layers of one pass read and write.
+
+    slots: int64 `[S]`, the table slots of the sequences. query_start_loc: int32 `[S + 1]`, where the query tokens of
+    each begin, both on the device. num_tokens: query tokens of each, on the host.
+    """
+
+    states: RecurrentStates
+    slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_tokens: Sequence[int]
