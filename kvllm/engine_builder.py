@@ -235,16 +235,22 @@ def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, gram
 
 
 def _with_room_for_states(args: EngineArgs, config: EngineConfig, shape: CacheShape, free: int) -> EngineConfig:
-    """Where layers hold a state for each sequence, so many sequences at once that these take half of the memory that
-    the pool would have alone."""
+    """Where layers hold a state for each sequence, so many sequences at once, and copies of states for prefixes, that
+    these take half of the memory that the pool would have alone."""
     if shape.recurrent is None:
         return config
     size, memory = shape.recurrent.bytes_per_sequence, args.kv_cache_memory_bytes or min(4 * GIB, free // 2)
     least = f"at least {2 * size}: a sequence holds {size} bytes in recurrent layers, beside its KV pairs"
     require(memory >= 2 * size, "kv_cache_memory_bytes", memory, least)
-    most = memory // 2 // size
-    if most >= config.max_num_seqs:
-        return config
+    rows = memory // 2 // size
+    most = min(config.max_num_seqs, rows - rows // 4)
+    snapshots = min(rows - most, 2 * most) if config.enable_prefix_caching else 0
+    if most < config.max_num_seqs:
+        _log_fewer_sequences(config, most, size)
+    return structs.replace(config, max_num_seqs=most, num_state_snapshots=snapshots)
+
+
+def _log_fewer_sequences(config: EngineConfig, most: int, size: int) -> None:
     logger.info(
         "at most %d sequences run at once instead of max_num_seqs=%d: each holds %.1f MiB in recurrent layers, which "
         "take half of the memory of KV pairs. kv_cache_memory_bytes gives more",
@@ -252,7 +258,6 @@ def _with_room_for_states(args: EngineArgs, config: EngineConfig, shape: CacheSh
         config.max_num_seqs,
         size / MIB,
     )
-    return structs.replace(config, max_num_seqs=most)
 
 
 def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_bytes: int, free: int) -> int:

@@ -34,6 +34,12 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("key_differences(Tensor keys) -> Tensor");
   m.def("key_resemblance(Tensor keys, float threshold, bool spare_first) -> Tensor");
   m.def("hadamard(Tensor vectors) -> Tensor");
+  m.def(
+      "short_convolution(Tensor x, Tensor filter, Tensor(a!) inputs, Tensor query_start_loc, Tensor slots) -> Tensor");
+  m.def(
+      "gated_delta_rule(Tensor mixed, Tensor decays, Tensor strengths, Tensor(a!) states, Tensor query_start_loc, "
+      "Tensor "
+      "slots, int key_heads) -> Tensor");
   m.def("gather_blocks(Tensor plane, Tensor tables, int size) -> Tensor");
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
@@ -76,6 +82,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("key_differences", TORCH_BOX(&kvllm::key_differences));
   m.impl("key_resemblance", TORCH_BOX(&kvllm::key_resemblance));
   m.impl("hadamard", TORCH_BOX(&kvllm::hadamard));
+  m.impl("short_convolution", TORCH_BOX(&kvllm::short_convolution));
+  m.impl("gated_delta_rule", TORCH_BOX(&kvllm::gated_delta_rule));
   m.impl("gather_blocks", TORCH_BOX(&kvllm::gather_blocks));
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));

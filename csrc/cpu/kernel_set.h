@@ -7,6 +7,7 @@
 #include "elementwise_kernel.h"
 #include "exchange_kernel.h"
 #include "float_product.h"
+#include "gated_delta_kernel.h"
 #include "grouped_product.h"
 #include "hadamard_kernel.h"
 #include "integer_product.h"
@@ -69,6 +70,8 @@ constexpr Kernels make_kernels() {
       .largest = largest<T>,
       .silu_mul = silu_mul<T>,
       .rotary = rotary<T>,
+      .convolve = convolve<T>,
+      .gated_delta = gated_delta<T>,
       .product = {widen_to<T, typename P::Operand>, part_rows, product<T, P>},
       .product_int8 = {quantize<T, 8>, part_rows, product<T, IntegerProduct<8>>},
       .product_int4 = {quantize<T, 4>, part_rows, product<T, IntegerProduct<4>>},

@@ -141,6 +141,36 @@ struct Rotary {
   float eps;
 };
 
+// Tokens of one sequence: rows of x `x_stride` apart, `out` [tokens, channels]. filter: [taps, channels], that of the
+// newest token last. inputs: [taps - 1, channels], those before the first token, then before the next one.
+struct Convolution {
+  const void* x;
+  int64_t x_stride;
+  const void* filter;
+  void* inputs;
+  void* out;
+  int64_t tokens, taps, channels;
+};
+
+// Tokens of one head of a sequence. Rows of queries, keys and values are `stride` apart, decays (factors of the state)
+// and strengths `control_stride`, rows of `out` `out_stride`. state: [key_dim, value_dim].
+struct GatedDelta {
+  const void* queries;
+  const void* keys;
+  const void* values;
+  int64_t stride;
+  const float* decays;
+  const float* strengths;
+  int64_t control_stride;
+  float* state;
+  void* out;
+  int64_t out_stride;
+  int64_t tokens, key_dim, value_dim;
+};
+// Tokens whose queries and keys are scaled before any of them changes the state, and floats for these.
+constexpr int64_t kDeltaTokens = 32;
+constexpr int64_t delta_workspace_floats(int64_t key_dim) { return 2 * kDeltaTokens * key_dim; }
+
 // Columns of a packed weight that lie together.
 constexpr int kTileColumns = 16;
 
@@ -297,6 +327,9 @@ struct Kernels {
   Largest (*largest)(const void* numbers, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
+  // See gated_delta_kernel.h: channels begin .. end - 1, and a head.
+  void (*convolve)(const Convolution& arguments, int64_t begin, int64_t end);
+  void (*gated_delta)(const GatedDelta& rule, float* workspace);
 
   // With weights of the dtype, of 8 bits and of 4.
   ProductKernels product;

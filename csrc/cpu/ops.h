@@ -59,6 +59,14 @@ Tensor key_differences(const Tensor& keys);
 Tensor key_resemblance(const Tensor& keys, double threshold, bool spare_first);
 // `kvllm.kvcache.hadamard.hadamard`: of vectors `[count, d]` float32 `[count, d]`, d a power of two from 32 to 256.
 Tensor hadamard(const Tensor& vectors);
+// `kvllm.models.gated_delta.convolve`: of x `[T, channels]`, a filter `[taps, channels]` and inputs `[slots, taps - 1,
+// channels]`, which are changed, `[T, channels]`.
+Tensor short_convolution(const Tensor& x, const Tensor& filter, const Tensor& inputs, const Tensor& query_start_loc,
+                         const Tensor& slots);
+// `kvllm.models.gated_delta.gated_delta_rule`: mixed `[T, ...]` has the queries and keys of all key heads, then the
+// values; decays are factors. states `[slots, heads, key_dim, value_dim]` are changed. Returns `[T, heads, value_dim]`.
+Tensor gated_delta_rule(const Tensor& mixed, const Tensor& decays, const Tensor& strengths, const Tensor& states,
+                        const Tensor& query_start_loc, const Tensor& slots, int64_t key_heads);
 // The first `size` slots of windows in all layers of a plane `[layers, blocks, kv_heads, block_size, width]`, whose
 // slots of one head in one block are contiguous: `[layers * windows, kv_heads, size, width]`. tables: int32 `[windows,
 // blocks]`.

@@ -35,8 +35,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
-    has_recurrent_layers: other layers hold a state for each sequence, which is that after its last token: no prefix is
-        shared, and no query is computed again.
+    has_recurrent_layers: other layers hold a state for each sequence, which is that after its last token: no query is
+        computed again, and a prefix is shared up to one of `num_state_snapshots` copies of states.
     num_host_blocks: blocks in host memory, for what leaves the pool.
     num_host_chunks: chunks there, for KV pairs that compressions drop and that may come back.
     kv_offload_dtype: of keys and values there; "auto": that of the cache.
@@ -64,6 +64,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     tenants: dict[str, TenantConfig] = {}
     kv_groups: tuple[KVGroup, ...] = UNIFORM
     has_recurrent_layers: bool = False
+    num_state_snapshots: int = 0
     num_host_blocks: int = 0
     num_host_chunks: int = 0
     kv_offload_dtype: str = "auto"
@@ -174,8 +175,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         if self.has_recurrent_layers:
             reason = "a recurrent state, which earlier tokens have no more"
         allowed = (
-            f"the model has layers with {reason}, so no query can be computed again: use one of {able}, or {observable} "
-            "with observed scores"
+            f"the model has layers with {reason}, so no query can be computed again: use one of {able}, or "
+            f"{observable} with observed scores"
         )
         require(needs_nothing, "method", compression.method, allowed)
 
@@ -200,7 +201,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks that hold the same tokens."""
-        return self.enable_prefix_caching and not (self.observes_attention or self.has_recurrent_layers)
+        has_states = self.num_state_snapshots > 0 or not self.has_recurrent_layers
+        return self.enable_prefix_caching and not self.observes_attention and has_states
 
     @property
     def observes_attention(self) -> bool:

@@ -86,11 +86,12 @@ class Admission:
         return self.offloading.match(seq, hit, limit - 1) if self.offloading else hit
 
     def chunk(self, seq: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: those left, within the budget, and never past a point of compression."""
+        """Tokens of the next chunk: those left, within the budget, and never past a point of compression, or of a
+        snapshot of recurrent states."""
         num_tokens = min(seq.num_uncomputed, budget)
-        if self.planner is None or not seq.is_prefilling:
-            return num_tokens
-        return self.planner.chunk(seq, num_tokens)
+        if self.planner is not None and seq.is_prefilling:
+            num_tokens = self.planner.chunk(seq, num_tokens)
+        return self.blocks.snapshots.chunk(seq, num_tokens) if self.blocks.snapshots else num_tokens
 
     def refills_compressed(self, seq: Sequence) -> bool:
         """Whether a preempted sequence's output is compressed on its way in, window by window."""

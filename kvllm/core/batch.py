@@ -86,7 +86,7 @@ class Batch:
         self._share(seq, hit)
         num_tokens = self.admission.chunk(seq, budget)
         self.blocks.append(seq, num_tokens, None if self.admission.refills_compressed(seq) else seq.num_uncomputed)
-        self._begin(step, seq)
+        self._begin(step, seq, state_row=hit.state_row)
         step.prefill(seq, num_tokens, [])
         if step.shares:
             step.shares.holding(seq).add(seq)
@@ -127,7 +127,7 @@ class Batch:
         if not self.admission.refills_compressed(seq):
             self.blocks.append(seq, seq.num_uncomputed)
 
-    def _begin(self, step: Step, seq: Sequence, *, resumed: bool = False) -> None:
+    def _begin(self, step: Step, seq: Sequence, *, resumed: bool = False, state_row: int | None = None) -> None:
         """Let a sequence run, with the blocks that it has. resumed: it goes on where it was."""
         insort(self.running, seq, key=lambda each: each.seq_id)
         if not seq.refill_length and not seq.preemptions:
@@ -143,6 +143,7 @@ class Batch:
                 seq.sampling,
                 seq.seed,
                 tables=[TableStart(table.dropped, table.blocks[:]) for table in seq.tables],
+                state_row=state_row,
             )
         )
         seq.known_tokens = seq.num_tokens

@@ -12,6 +12,7 @@ from kvllm.core.block_pool import BlockPool
 from kvllm.core.prefix_cache import PrefixCache, block_hash, part_hash, root_hash
 from kvllm.core.protocol import BlockCopy
 from kvllm.core.sequence import Sequence
+from kvllm.core.state_snapshots import StateSnapshots
 from kvllm.core.tables import BlockTable
 from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, sliding_blocks
 
@@ -20,12 +21,14 @@ class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
     tables: for each part of the KV groups those that the next token attends. host: for each of the blocks after them
-    that a tier below the pool has, the host block that holds it, or its digest if it is on the disk.
+    that a tier below the pool has, the host block that holds it, or its digest if it is on the disk. state_row: where
+    the recurrent state after them is.
     """
 
     num_blocks: int
     tables: list[list[int]]
     host: Sequences[int | bytes] = ()
+    state_row: int | None = None
 
 
 class BlockManager:
@@ -34,6 +37,7 @@ class BlockManager:
     most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. groups: those of the model.
     group_of: the group of each part, in the order of a sequence's tables. is_uniform: whether there is a single part,
     whose layers attend all tokens. full_parts: parts whose layers do; they are the first ones.
+    snapshots: of recurrent states, without which no prefix of a model with such layers is of use.
     """
 
     def __init__(
@@ -44,11 +48,13 @@ class BlockManager:
         most_idle: dict[str, int] | None = None,
         kv_cache_dtype: str = "auto",
         groups: Sequences[KVGroup] = UNIFORM,
+        num_state_snapshots: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching, most_idle)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
+        self.snapshots = StateSnapshots(num_state_snapshots, block_size) if num_state_snapshots else None
         self.groups = groups
         self.group_of = [group for group in groups for _ in group.parts]
         self.full_parts = sum(len(group.parts) for group in full_groups(groups))
@@ -169,10 +175,13 @@ class BlockManager:
         for part in range(self.full_parts):
             full.append(cache.match(_keys(hashes[:count], part)))
             count = len(full[-1])
+        if self.snapshots:
+            count = self.snapshots.longest(hashes, count)
         while (missing := self._missing_block(cache, hashes, count)) is not None:
             count = missing
         windows = (self._window(cache, hashes, count, part) for part in range(self.full_parts, len(self.group_of)))
-        return PrefixHit(count, [*(blocks[:count] for blocks in full), *windows])
+        row = self.snapshots.row(hashes[count - 1]) if self.snapshots and count else None
+        return PrefixHit(count, [*(blocks[:count] for blocks in full), *windows], state_row=row)
 
     def match_unchanged(self, seq: Sequence) -> PrefixHit:
         """Cached blocks that hold the beginning of a sequence's cache, as far as nothing was compressed, or carries
@@ -202,9 +211,17 @@ class BlockManager:
                 offer(part_hash(digest, part), table.blocks[index - table.dropped // self.block_size], seq.tenant)
         seq.hashed_blocks = full
 
+    def clear(self) -> None:
+        """Start over: nobody owns a block, and nothing is cached."""
+        self.pool.clear()
+        if self.snapshots:
+            self.snapshots.forget()
+
     def forget_prefixes(self) -> None:
         """Let later sequences find nothing of what is cached so far. Owners keep their blocks."""
         self.pool.forget_prefixes()
+        if self.snapshots:
+            self.snapshots.forget()
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for index in range(len(seq.block_hashes), num_blocks):
@@ -228,9 +245,11 @@ class BlockManager:
 
     # Shrinking
 
-    def settle(self, seq: Sequence) -> None:
+    def settle(self, seq: Sequence, *, prefilled: bool) -> None:
         """Offer full blocks to later sequences, and let go of those after the windows of the next token."""
         self._offer_full_blocks(seq)
+        if self.snapshots:
+            self.snapshots.computed(seq, prefilled=prefilled)
         seq.settles_at = (seq.logical_length // self.block_size + 1) * self.block_size
         for table in seq.tables[self.full_parts :]:
             table.slide(seq.logical_length)

@@ -113,7 +113,7 @@ class Offloading:
 
     def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
         """A hit in the pool, and what the host and the disk have of the blocks after it, of at most `limit` tokens."""
-        if not (self.blocks.is_uniform and self.blocks.prefix_cache):
+        if not (self.blocks.is_uniform and self.blocks.prefix_cache) or self.blocks.snapshots:
             return hit
         found: list[int | bytes] = []
         for digest in seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]:

@@ -1,11 +1,11 @@
 """StepPlan and StepResult: all that the core and its workers exchange.
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
-the same bytes and executes the parts in this order: `reset`, `accepted`, `cancelled`, `stores`, `suspended`,
-`forgotten`, `dropped_seq_ids`, `new_seqs`, `scored`, `choices` and `compressions`, `copies`, `loads`, then `decodes`,
-`verifications` and `chunks` in one forward pass. After the pass each table lets go of the blocks after the window of
-its layers. Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be
-loaded to. Stores come before all that writes to blocks.
+the same bytes and executes the parts in this order: `reset`, `accepted`, `state_copies`, `cancelled`, `stores`,
+`suspended`, `forgotten`, `dropped_seq_ids`, `new_seqs`, `scored`, `choices` and `compressions`, `copies`, `loads`, then
+`decodes`, `verifications` and `chunks` in one forward pass. After the pass each table lets go of the blocks after the
+window of its layers. Compressions come before the forward pass, so the blocks that they empty may already be used by
+it, and be loaded to. Stores come before all that writes to blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     logical_length: of these, the tokens that are computed (prefix cache hit, or what came back from the host).
     service_class: for the scheduler of a replica; ranks do not need it.
     tables: for each part of the KV groups, with blocks for tokens that this plan computes.
+    state_row: where the recurrent state after these is (`StateCopy`); None: there are none, or it was suspended.
     """
 
     seq_id: int
@@ -39,6 +40,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     seed: int
     service_class: ServiceClass = ServiceClass()
     tables: list[TableStart] = []
+    state_row: int | None = None
 
 
 class Fork(Struct, array_like=True, frozen=True):
@@ -190,6 +192,13 @@ class BlockCopy(Struct, array_like=True, frozen=True):
     part: int
 
 
+class StateCopy(Struct, array_like=True, frozen=True):
+    """Copy the recurrent state that a sequence has after the last pass to a row, where later ones may find it."""
+
+    seq_id: int
+    row: int
+
+
 class BlockTransfer(Struct, array_like=True, frozen=True):
     """Copy `blocks` of the pool to as many `host_blocks`, or back.
 
@@ -236,6 +245,7 @@ class StepPlan(Struct, array_like=True):
     choices: list[CompressionJob] = []
     accepted: list[Accepted] = []
     verifications: list[Verification] = []
+    state_copies: list[StateCopy] = []
 
     @property
     def num_seqs(self) -> int:
@@ -251,7 +261,16 @@ class StepPlan(Struct, array_like=True):
     @property
     def only_decodes(self) -> bool:
         """Whether nothing comes before a pass of decodes alone that takes workers any time."""
-        before = (self.accepted, self.new_seqs, self.choices, self.compressions, self.copies, self.stores, self.loads)
+        before = (
+            self.accepted,
+            self.state_copies,
+            self.new_seqs,
+            self.choices,
+            self.compressions,
+            self.copies,
+            self.stores,
+            self.loads,
+        )
         beside = (self.verifications, self.chunks)
         return bool(self.decodes.seq_ids) and not self.reset and not any((*before, *beside))
 

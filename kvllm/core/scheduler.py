@@ -56,6 +56,7 @@ class Scheduler:
             most_idle(config),
             config.kv_content,
             config.kv_groups,
+            config.num_state_snapshots if config.shares_prefixes else 0,
         )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
@@ -102,6 +103,8 @@ class Scheduler:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
         accepted, self._accepted = self._accepted, []
         plan = StepPlan(reset=self._reset_workers, accepted=[each for seq, each in accepted if not seq.has_left])
+        if self.blocks.snapshots:
+            plan.state_copies = self.blocks.snapshots.take_due()
         step = self.step = Step(plan, self.config.max_num_batched_tokens, self.step.missing_blocks)
         self.batch.begin(step)
         if self.planner:
@@ -257,16 +260,16 @@ class Scheduler:
                 self._sampling += [seq] * (chunk.samples + len(chunk.forks))
                 self.batch.drop_forks(chunk.forks)
                 continue
-            self._advance(seq, chunk.num_tokens)
+            self._advance(seq, chunk.num_tokens, prefilled=True)
             if chunk.samples:
                 for each in (seq, *self.batch.fork(seq, chunk.forks)):
                     each.token_ids.append(PENDING)
                     self._sampling.append(each)
 
-    def _advance(self, seq: Sequence, num_tokens: int) -> None:
+    def _advance(self, seq: Sequence, num_tokens: int, *, prefilled: bool = False) -> None:
         seq.advance(num_tokens)
         if seq.logical_length >= seq.settles_at:
-            self.blocks.settle(seq)
+            self.blocks.settle(seq, prefilled=prefilled)
 
     @property
     def waits_for_loads(self) -> bool:
@@ -341,7 +344,7 @@ class Scheduler:
 
         sequences: all that are unfinished, with nothing in the cache. The workers are told to drop theirs.
         """
-        self.blocks.pool.clear()
+        self.blocks.clear()
         self.waiting = FairQueue(self.config.tenants)
         for seq in sorted(sequences, key=lambda seq: seq.seq_id):
             self.waiting.add(seq)

@@ -35,7 +35,7 @@ class StateShape:
 
 
 class RecurrentStates:
-    """The states of all table slots.
+    """The states of all table slots, and of rows after them that hold copies.
 
     inputs: `[layers, slots, taps - 1, channels]`, the last inputs of the convolution, the newest one last.
     states: float32 `[layers, slots, heads, key_dim, value_dim]`.
@@ -50,6 +50,11 @@ class RecurrentStates:
         """Begin a sequence."""
         self.inputs[:, table_slot] = 0
         self.states[:, table_slot] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        """Let a slot have the state of another."""
+        self.inputs[:, destination] = self.inputs[:, source]
+        self.states[:, destination] = self.states[:, source]
 
     def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of a sequence's state in all layers."""

@@ -20,7 +20,9 @@ MODELS = {
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
@@ -33,7 +35,6 @@ NOT_COMPUTED = {
     "Mamba2ForCausalLM": "state spaces",
     "FalconH1ForCausalLM": "state spaces",
     "JambaForCausalLM": "state spaces",
-    "Qwen3NextForCausalLM": "linear attention",
     "Gemma3nForCausalLM": "layers that share KV pairs",
 }
 """What well-known architectures have that kvllm does not compute."""

@@ -194,8 +194,8 @@ def build_decoder(
     """The decoder that all families are, or one with other parts, on one rank.
 
     dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
-    make_attention: called for each layer with attention, with the arguments of SelfAttention. make_recurrent: for each of
-        the others, with these but the last.
+    make_attention: called for each layer with attention, with the arguments of SelfAttention. make_recurrent: for each
+        of the others, with these but the last.
     make_mlp: called with a layer's index and the arguments of GatedMLP, which is the default.
     make_layer: called for each layer with the arguments of DecoderLayer.
     Raises ConfigError if the ranks cannot share a size out equally.

@@ -105,6 +105,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         columns = {"MLP columns": self.intermediate_size} if dense else {}
         if self.experts is not None:
             columns["MLP columns of an expert"] = self.experts.intermediate_size
+            if self.experts.shared_size:
+                columns["MLP columns of the shared expert"] = self.experts.shared_size
         return columns
 
     @property
@@ -130,8 +132,8 @@ class ConfigKeys(TopKeys, kw_only=True):
 
     A family with keys or defaults of its own extends this class.
 
-    DTYPE: the dtype where none is given. QUANTIZED: values of `quant_method` that the family computes. LAYER_TYPES: what
-        `layer_types` may say beside kinds of attention.
+    DTYPE: the dtype where none is given. QUANTIZED: values of `quant_method` that the family computes. LAYER_TYPES:
+        what `layer_types` may say beside kinds of attention.
     """
 
     DTYPE: ClassVar[str] = "float32"
@@ -313,7 +315,9 @@ def _check_totals(config: ModelConfig) -> None:
     """Sizes that are possible one by one may be absurd together."""
     heads = 2 * (config.num_query_heads + config.num_kv_heads)
     experts = config.experts
-    inner = config.intermediate_size + (experts.count * experts.intermediate_size if experts else 0)
+    inner = config.intermediate_size
+    if experts:
+        inner += experts.count * experts.intermediate_size + experts.shared_size
     layer = config.hidden_size * (heads * config.head_dim + 3 * inner)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     if recurrent := config.recurrent:

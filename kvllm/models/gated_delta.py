@@ -1,104 +1,138 @@
-"""The gated delta rule over the states of sequences (Gated Delta Networks, Yang et al. 2024, equation 10).
+"""A short convolution, and the gated delta rule, over the states of sequences.
 
-With a state S `[key_dim, value_dim]` of each head, a token with query q, key k, value v, decay g <= 0 and strength b
-changes it and reads it:
+The rule (Gated Delta Networks, Yang et al. 2024, equation 10): with a state S `[key_dim, value_dim]` of each head, a
+token with query q, key k, value v, decay g <= 0 and strength b changes it and reads it:
 
     S <- exp(g) S;  S <- S + k (b (v - k S));  o = q S
 
-CPU tensors go to the compiled operator, CUDA tensors to the Triton kernel if Triton is installed, all others to the
+CPU tensors go to the compiled operators, CUDA tensors to the Triton kernels if Triton is installed, all others to the
 plain torch functions at the end of this file, which define the results.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
+from kvllm._extension import operator
 from kvllm.kvcache.recurrent import RecurrentStep
 
 EPS = 1e-6
-
 CHUNK = 64
-"""Tokens of a text that are computed together where there are more."""
+"""Tokens of a text that torch computes together where there are more."""
 
 
-class Mixed(NamedTuple):
-    """Of all query tokens: queries, keys `[T, key_heads, key_dim]`, values `[T, heads, value_dim]`; decays and
-    strengths, float32 `[T, heads]`."""
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    decays: torch.Tensor
-    strengths: torch.Tensor
-
-    def rows(self, begin: int, end: int) -> Mixed:
-        return Mixed(*(each[begin:end] for each in self))
+@cache
+def _implementation(name: str, device: str) -> Callable[..., torch.Tensor]:
+    """The function `name` for tensors on a type of device."""
+    if device == "cpu":
+        return operator(name)
+    if device == "cuda" and find_spec("triton"):
+        return getattr(import_module("kvllm.kernels.gated_delta"), name)
+    return globals()[f"torch_{name}"]
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, step: RecurrentStep, layer: int) -> torch.Tensor:
-    """The convolution of each channel over its last tokens, then SiLU: `[T, channels]` -> the same.
+def convolve(x: torch.Tensor, taps: torch.Tensor, step: RecurrentStep, layer: int) -> torch.Tensor:
+    """Each channel's last inputs times the taps, then SiLU: `[T, channels]` -> the same, contiguous.
 
-    weight: `[channels, taps]`, that of the newest token last.
+    taps: `[taps, channels]`, that of the newest token last. layer: among the recurrent ones.
     """
-    inputs = step.states.inputs[layer]
-    out, begin = torch.empty_like(x), 0
-    for slot, count in _sequences(step):
-        end = begin + count
-        known = torch.cat((inputs[slot], x[begin:end]))
-        inputs[slot] = known[count:]
-        out[begin:end] = F.silu(F.conv1d(known.T, weight.unsqueeze(1), groups=len(weight)).T)
-        begin = end
-    return out
+    run = _implementation("short_convolution", x.device.type)
+    return run(x, taps, step.states.inputs[layer], step.query_start_loc, step.slots)
 
 
-def gated_delta_rule(mixed: Mixed, step: RecurrentStep, layer: int) -> torch.Tensor:
-    """What all query tokens read, `[T, heads, value_dim]` of the dtype of the values; states are changed in place."""
+def gated_delta_rule(
+    mixed: torch.Tensor,
+    decays: torch.Tensor,
+    strengths: torch.Tensor,
+    key_heads: int,
+    step: RecurrentStep,
+    layer: int,
+) -> torch.Tensor:
+    """What the query tokens read, `[T, heads, value_dim]` of the dtype of `mixed`. States are changed in place.
+
+    mixed: `[T, ...]`, queries and keys of all key heads, then the values of all heads. Each key head is that of equally
+        many heads. Queries and keys are scaled to length 1 here, and queries by `key_dim ** -0.5`.
+    decays: g, float32 `[T, heads]`. strengths: b, the same.
+    """
+    run = _implementation("gated_delta_rule", mixed.device.type)
     states = step.states.states[layer]
-    out, begin = torch.empty_like(mixed.values), 0
-    for slot, count in _sequences(step):
-        state, end = states[slot], begin + count
-        for first in range(begin, end, CHUNK):
-            last = min(end, first + CHUNK)
-            out[first:last] = _chunk(_prepared(mixed.rows(first, last)), state)
-        begin = end
+    return run(mixed, decays.exp(), strengths, states, step.query_start_loc, step.slots, key_heads)
+
+
+def _sequences(query_start_loc: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Slot, first query token, and the one after the last, of each sequence."""
+    starts = query_start_loc.tolist()
+    return zip(slots.tolist(), starts, starts[1:], strict=False)
+
+
+def torch_short_convolution(
+    x: torch.Tensor, taps: torch.Tensor, inputs: torch.Tensor, query_start_loc: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for slot, begin, end in _sequences(query_start_loc, slots):
+        known = torch.cat((inputs[slot], x[begin:end]))
+        inputs[slot] = known[end - begin :]
+        out[begin:end] = F.silu(F.conv1d(known.T, taps.T.unsqueeze(1), groups=taps.shape[1]).T)
     return out
 
 
-def _sequences(step: RecurrentStep) -> list[tuple[int, int]]:
-    """Slot and number of query tokens of each."""
-    return list(zip(step.slots.tolist(), step.num_tokens, strict=True))
+def torch_gated_delta_rule(
+    mixed: torch.Tensor,
+    factors: torch.Tensor,
+    strengths: torch.Tensor,
+    states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    slots: torch.Tensor,
+    key_heads: int,
+) -> torch.Tensor:
+    """factors: `exp(g)`. states: float32 `[slots, heads, key_dim, value_dim]`."""
+    heads, key_dim, value_dim = states.shape[1:]
+    queries, keys, values = mixed.float().split([key_heads * key_dim] * 2 + [heads * value_dim], 1)
+    queries, keys = (_of_heads(each, key_heads, heads // key_heads) for each in (queries, keys))
+    values = values.unflatten(1, (heads, value_dim)).transpose(0, 1)
+    decays, strengths = factors.log().T, strengths.T
+    out = mixed.new_empty(len(mixed), heads, value_dim)
+    for slot, begin, end in _sequences(query_start_loc, slots):
+        for first in range(begin, end, CHUNK):
+            rows = slice(first, min(end, first + CHUNK))
+            inputs = (each[:, rows] for each in (queries * key_dim**-0.5, keys, values, decays, strengths))
+            out[rows] = _chunk(states[slot], *inputs).transpose(0, 1)
+    return out
 
 
-def _prepared(mixed: Mixed) -> Mixed:
-    """In float32, heads first, one query and key for each value head, of length 1; queries are scaled, too."""
-    repeats = mixed.values.shape[1] // mixed.keys.shape[1]
-    queries, keys = (_normalized(each.float()).repeat_interleave(repeats, 1) for each in (mixed.queries, mixed.keys))
-    found = (queries * mixed.keys.shape[-1] ** -0.5, keys, mixed.values.float(), mixed.decays, mixed.strengths)
-    return Mixed(*(each.transpose(0, 1) for each in found))
+def _of_heads(vectors: torch.Tensor, key_heads: int, repeats: int) -> torch.Tensor:
+    """`[T, key_heads * key_dim]` -> `[key_heads * repeats, T, key_dim]`, of length 1."""
+    of_heads = vectors.unflatten(1, (key_heads, -1)).repeat_interleave(repeats, 1).transpose(0, 1)
+    return of_heads * torch.rsqrt(of_heads.square().sum(-1, keepdim=True) + EPS)
 
 
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+def _chunk(
+    state: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    decays: torch.Tensor,
+    strengths: torch.Tensor,
+) -> torch.Tensor:
+    """A few tokens at once, by the WY form of their changes (the same paper, section 3.3): `[heads, C, value_dim]`.
 
-
-def _chunk(mixed: Mixed, state: torch.Tensor) -> torch.Tensor:
-    """A few tokens at once, by the WY form of their changes (the same paper, section 3.3), `[C, heads, value_dim]`.
-
-    mixed: as `_prepared` makes it. state: float32 `[heads, key_dim, value_dim]`, changed in place.
+    state: float32 `[heads, key_dim, value_dim]`, changed in place. The others: `[heads, C, ...]`.
     """
-    queries, keys, values, decays, strengths = mixed
     total = decays.cumsum(1)
     # The decay between each token and each one before it. What is masked could overflow.
     between = (total[:, :, None] - total[:, None]).tril().exp().tril()
     strong = keys * strengths[..., None]
-    system = (strong @ keys.transpose(1, 2) * between).tril(-1)
+    system = strong @ keys.transpose(1, 2) * between
     seen = total.exp()[..., None]
     changes = values * strengths[..., None] - (strong * seen) @ state
     changes = torch.linalg.solve_triangular(system, changes, upper=False, unitriangular=True)
     out = (queries * seen) @ state + (queries @ keys.transpose(1, 2) * between) @ changes
     left = (total[:, -1:] - total).exp()[..., None]
     state.mul_(total[:, -1].exp()[:, None, None]).add_((keys * left).transpose(1, 2) @ changes)
-    return out.transpose(0, 1)
+    return out

@@ -18,6 +18,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     count: experts of a layer. per_token: those that compute one token. intermediate_size: of one expert.
     normalized: the probabilities of a token's experts are divided by their sum.
     dense_layers: indices of the layers that have an MLP instead.
+    shared_size: of the expert that computes all tokens; 0 for none.
     alpha, limit: of the bounded SwiGLU of gpt-oss; other families do not look at them.
     """
 
@@ -26,6 +27,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     normalized: bool = True
     dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
     alpha: float = 1.0
     limit: float = math.inf
 
@@ -40,6 +42,7 @@ def make_experts(
     intermediate_size: int,
     normalized: bool = True,
     dense_layers: tuple[int, ...] = (),
+    shared_size: int = 0,
 ) -> Experts:
     """The arguments in one. Raises CheckpointError for numbers that cannot be."""
     if not 1 <= num_experts <= MOST_EXPERTS:
@@ -48,12 +51,14 @@ def make_experts(
         raise CheckpointError(
             f"num_experts_per_tok is {num_experts_per_tok}, but must be at least 1 and at most {num_experts}"
         )
-    if not 1 <= intermediate_size <= 1 << 20:
-        raise CheckpointError(f"an expert's intermediate size is {intermediate_size}, but must be 1 to {1 << 20}")
+    for size in (intermediate_size, shared_size or 1):
+        if not 1 <= size <= 1 << 20:
+            raise CheckpointError(f"an expert's intermediate size is {size}, but must be 1 to {1 << 20}")
     return Experts(
         count=num_experts,
         per_token=num_experts_per_tok,
         intermediate_size=intermediate_size,
         normalized=normalized,
         dense_layers=dense_layers,
+        shared_size=shared_size,
     )

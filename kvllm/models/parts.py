@@ -41,8 +41,10 @@ class TokenMixer(Protocol):
         ...
 
     def attend(self, x: torch.Tensor, positions: torch.Tensor, attention: Attention, index: int) -> torch.Tensor:
-        """`[T, hidden_size]` -> the input of `finish`, with a row for each token. index: of the layer among those with a
-        mixer of this kind."""
+        """`[T, hidden_size]` -> the input of `finish`, with a row for each token.
+
+        index: of the layer among those with a mixer of this kind.
+        """
         ...
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvllm.attention.context import Attention
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.elementwise import rms_norm
-from kvllm.models.gated_delta import Mixed, convolve, gated_delta_rule
+from kvllm.models.gated_delta import convolve, gated_delta_rule
 from kvllm.models.layers import QKVLinear, RowLinear, Weight, whole
 from kvllm.models.parts import SelfAttention
 from kvllm.models.recurrent import RecurrentLayers
@@ -120,20 +120,20 @@ class GatedDeltaNet:
         width = sizes.value_heads * sizes.value_dim
         self.inputs = LinearWeight(sum(self.widths), config.hidden_size, dtype, device)
         self.controls = LinearWeight(2 * self.heads, config.hidden_size, dtype, device)
-        self.filter = torch.empty(sum(self.widths[:3]), 1, sizes.taps, dtype=dtype, device=device)
+        self.taps = torch.empty(sizes.taps, sum(self.widths[:3]), dtype=dtype, device=device)
         self.log_rates, self.bias = (torch.empty(self.heads, device=device) for _ in range(2))
         self.norm = torch.empty(sizes.value_dim, dtype=dtype, device=device)
         self.out = RowLinear(width, config.hidden_size, shard, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        own = self.shard.rank * self.heads
+        own, sizes = self.shard.rank * self.heads, self.sizes
         return {
             **self.projections(prefix),
             f"{prefix}.conv1d.weight": Weight(
-                (self.sizes.channels, 1, self.sizes.taps), self.filter, order=self.mixed()
+                (sizes.channels, 1, sizes.taps), self.taps.T.unsqueeze(1), order=self.mixed()
             ),
-            f"{prefix}.A_log": Weight((self.sizes.value_heads,), self.log_rates, 0, own),
-            f"{prefix}.dt_bias": Weight((self.sizes.value_heads,), self.bias, 0, own),
+            f"{prefix}.A_log": Weight((sizes.value_heads,), self.log_rates, 0, own),
+            f"{prefix}.dt_bias": Weight((sizes.value_heads,), self.bias, 0, own),
             f"{prefix}.norm.weight": whole(self.norm),
             **self.out.weights(f"{prefix}.out_proj"),
         }
@@ -173,17 +173,11 @@ class GatedDeltaNet:
         step, sizes = attention.recurrent, self.sizes
         assert step is not None
         projected = self.inputs.multiply(x)
-        mixed = convolve(projected[:, : sum(self.widths[:3])], self.filter.squeeze(1), step, index)
-        queries, keys, values = mixed.split(self.widths[:3], 1)
+        mixed = convolve(projected[:, : sum(self.widths[:3])], self.taps, step, index)
         decays, strengths = self.controls.multiply(x).float().chunk(2, 1)
-        found = Mixed(
-            queries.unflatten(1, (self.key_heads, sizes.key_dim)),
-            keys.unflatten(1, (self.key_heads, sizes.key_dim)),
-            values.unflatten(1, (self.heads, sizes.value_dim)),
-            -self.log_rates.exp() * F.softplus(decays + self.bias),
-            strengths.sigmoid(),
-        )
-        out = gated_delta_rule(found, step, index).reshape(-1, sizes.value_dim)
+        decays = -self.log_rates.exp() * F.softplus(decays + self.bias)
+        out = gated_delta_rule(mixed, decays, strengths.sigmoid(), self.key_heads, step, index)
+        out = out.view(-1, sizes.value_dim)
         gates = projected[:, -self.widths[3] :].reshape(-1, sizes.value_dim)
         normalized = rms_norm(out, self.norm, self.eps).float() * F.silu(gates.float())
         return normalized.to(x.dtype).view(len(x), -1)

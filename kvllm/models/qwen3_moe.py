@@ -35,7 +35,7 @@ def read(keys: Qwen3MoeKeys) -> dict[str, Any]:
         keys.num_experts_per_tok,
         keys.moe_intermediate_size,
         keys.norm_topk_prob,
-        _dense_layers(keys),
+        dense_layers(keys.num_hidden_layers, keys.decoder_sparse_step, keys.mlp_only_layers),
     )
     return {
         "qk_norm": True,
@@ -54,11 +54,11 @@ def _num_experts(keys: Qwen3MoeKeys) -> int:
     return given.pop() if given else 128
 
 
-def _dense_layers(keys: Qwen3MoeKeys) -> tuple[int, ...]:
-    step, dense = keys.decoder_sparse_step, set(keys.mlp_only_layers or ())
+def dense_layers(num_layers: int, step: int, dense: list[int] | None) -> tuple[int, ...]:
+    """The layers without experts: `dense`, and all but each `step`-th. Raises CheckpointError."""
     if step < 1:
         raise CheckpointError(f"decoder_sparse_step is {step}, but must be at least 1")
-    return tuple(i for i in range(keys.num_hidden_layers) if i in dense or (i + 1) % step)
+    return tuple(i for i in range(num_layers) if i in (dense or ()) or (i + 1) % step)
 
 
 FAMILY = Family(model_type="qwen3_moe", keys=Qwen3MoeKeys, read=read, build=partial(build_decoder, make_mlp=make_mlp))

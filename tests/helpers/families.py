@@ -14,6 +14,7 @@ MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.
 PHI3 = {"family": "phi3", "pad_token_id": 0}
 EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
 DELTA = {
+    "initializer_range": 0.15,  # states add up what is rounded
     "num_hidden_layers": 4,
     "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, FULL],
     "linear_num_key_heads": 2,
@@ -75,6 +76,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"family": "qwen3_moe", **QWEN_EXPERTS, "norm_topk_prob": True},
     "qwen3-moe-some-layers": {"family": "qwen3_moe", **QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [2]},
     "qwen3.5": {"family": "qwen3_5_text", "head_dim": 16, **DELTA},
+    "qwen3.5-moe": {
+        "family": "qwen3_5_moe_text",
+        "seed": 1,
+        **QWEN_EXPERTS,
+        **DELTA,
+        "shared_expert_intermediate_size": 56,
+    },
+    "qwen3-next": {
+        "family": "qwen3_next",
+        **QWEN_EXPERTS,
+        **DELTA,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [1],
+    },
     "phi3": {**PHI3},
     "phi3-window": {**PHI3, "sliding_window": 7, "num_key_value_heads": 4},
     "phi3-partial": {**PHI3, **partial({"rope_parameters": {"rope_type": "default"}}, 0.5)},

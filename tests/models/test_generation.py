@@ -30,6 +30,7 @@ CASES = (
     "qwen3-named-windows",
     "qwen3-moe",
     "qwen3.5",
+    "qwen3-next",
     "phi4-mini",
     "gemma2",
     "gemma3",

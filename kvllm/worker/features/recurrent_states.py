@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Self
 
@@ -12,6 +13,7 @@ from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.transfer import to_device
 
@@ -24,22 +26,32 @@ class RecurrentFeature(StepFeature):
 
     captures = False
 
-    def __init__(self, states: RecurrentStates) -> None:
+    def __init__(self, states: RecurrentStates, config: EngineConfig) -> None:
         self.states = states
+        self.first_snapshot = config.max_num_seqs  # the rows before it are those of table slots
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
         shape = worker.shape.recurrent
-        return cls(RecurrentStates(shape, worker.config.max_num_seqs, worker.device)) if shape else None
+        config = worker.config
+        if shape is None:
+            return None
+        return cls(RecurrentStates(shape, config.max_num_seqs + config.num_state_snapshots, worker.device), config)
 
     @classmethod
     def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
-        return {
-            "recurrent_state_bytes": config.max_num_seqs * shape.recurrent.bytes_per_sequence if shape.recurrent else 0
-        }
+        size = shape.recurrent.bytes_per_sequence if shape.recurrent else 0
+        return {"recurrent_state_bytes": (config.max_num_seqs + config.num_state_snapshots) * size}
+
+    def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
+        for copy in plan.state_copies:
+            self.states.copy(states[copy.seq_id].table_slot, self.first_snapshot + copy.row)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
-        self.states.clear(table_slot)
+        if start.state_row is None:
+            self.states.clear(table_slot)
+        else:
+            self.states.copy(self.first_snapshot + start.state_row, table_slot)
 
     def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.states.save(table_slot)

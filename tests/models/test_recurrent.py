@@ -1,0 +1,110 @@
+"""Models with recurrent layers in an engine: prefixes that go on from copies of states, swaps, options refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.errors import ConfigError
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, tokens
+from tests.helpers.families import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3.5")
+    make_checkpoint(path, **FAMILIES["qwen3.5"])
+    return path
+
+
+def cached(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, list[int]]:
+    """Tokens of a prompt that were found in the prefix cache, and the output."""
+    output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    assert output.metrics is not None
+    return output.metrics.num_cached_tokens, list(output.outputs[0].token_ids)
+
+
+def test_a_conversation_goes_on_from_states(checkpoint: Path) -> None:
+    """The second turn begins with the first one and its answer, of which all but the last DISTANCE tokens are found."""
+    llm = make_llm(checkpoint, max_num_batched_tokens=96, max_num_seqs=4)
+    first, second = random_token_ids(200, 30)
+    found, answer = cached(llm, first, greedy(90))
+    assert found == 0
+    turn = first + answer + second
+    found, again = cached(llm, turn, greedy(20))
+    assert found == 256  # 192 at the end of the first prompt, 256 in the answer
+    assert_greedy(checkpoint, [{"prompt_token_ids": first}, {"prompt_token_ids": turn}], [answer, again])
+    assert cached(llm, first[:150] + second, greedy(5))[0] == 96  # the end of an earlier chunk of the prompt
+
+
+def test_few_copies_and_many_prefixes(checkpoint: Path) -> None:
+    """States make way for others, and what is found then is shorter, never wrong; a salt separates what is equal."""
+    llm = make_llm(checkpoint, max_num_seqs=2, max_num_batched_tokens=64)
+    assert llm.config.num_state_snapshots == 4
+    beginnings = random_token_ids(*[48] * 6)
+    ends = random_token_ids(*[20] * 4, seed=1)
+    prompts = [{"prompt_token_ids": begin + end} for end in ends for begin in beginnings]
+    found = tokens(llm, prompts, greedy(6))
+    assert_greedy(checkpoint, prompts, found)
+    salted = [{**prompts[0], "cache_salt": salt} for salt in ("a", "b", "a")]
+    outputs = [llm.generate([prompt], greedy(6), use_tqdm=False)[0] for prompt in salted]
+    assert [output.metrics.num_cached_tokens for output in outputs if output.metrics] == [0, 0, 64]
+    assert [output.outputs[0].token_ids for output in outputs] == [found[0]] * 3
+    assert llm.reset_prefix_cache()
+    assert cached(llm, prompts[0]["prompt_token_ids"], greedy(6)) == (0, found[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swap": "always", "kv_offloading_size": 0.01},
+        {"enable_prefix_caching": False},
+        {"async_scheduling": True},
+    ],
+    ids=["swap", "no-prefixes", "ahead"],
+)
+def test_preempted_sequences_go_on(checkpoint: Path, options: dict[str, Any]) -> None:
+    prompts = [{"prompt_token_ids": prompt} for prompt in random_token_ids(60, 40, 30, 20, 33)]
+    expected = tokens(make_llm(checkpoint), prompts, greedy(100))
+    llm = make_llm(checkpoint, num_gpu_blocks_override=18, max_num_seqs=5, **options)
+    assert tokens(llm, prompts, greedy(100)) == expected
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.swapped_in > 0 if "swap" in options else stats.tokens_recomputed > 0
+
+
+def test_several_completions_branch_off(checkpoint: Path) -> None:
+    params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
+    [prompt] = random_token_ids(40)
+    llm = make_llm(checkpoint)
+    together = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    alone = make_llm(checkpoint, max_num_seqs=3, max_num_batched_tokens=16, num_gpu_blocks_override=12)
+    again = alone.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    texts = [output.token_ids for output in together.outputs]
+    assert len({*map(tuple, texts)}) == 3
+    assert texts == [output.token_ids for output in again.outputs]
+
+
+def test_room_for_states(checkpoint: Path) -> None:
+    """Sequences at once follow from the memory of the pool, of which states and their copies take half."""
+    size = make_llm(checkpoint, max_num_seqs=1).stats().recurrent_state_bytes // 3
+    llm = LLM(checkpoint, kv_cache_memory_bytes=40 * size)
+    stats = llm.stats()
+    assert (llm.config.max_num_seqs, llm.config.num_state_snapshots) == (15, 5)
+    assert stats.recurrent_state_bytes == 20 * size
+    assert stats.num_blocks * stats.block_bytes + stats.recurrent_state_bytes <= 40 * size
+    with pytest.raises(ConfigError, match="a sequence holds .* bytes in recurrent layers"):
+        LLM(checkpoint, kv_cache_memory_bytes=size)
+
+
+def test_what_states_cannot_do_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_config.*recurrent layers, whose states take back no token"):
+        make_llm(checkpoint, speculative_config={"method": "ngram"})
+    with pytest.raises(ConfigError, match="layers with a recurrent state, .* so no query can be computed again"):
+        make_llm(checkpoint, compression=CompressionConfig(method="kara"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        make_llm(checkpoint, tensor_parallel_size=4)
