@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 
 from kvllm.attention.context import Attention
 from kvllm.models.base import Family, build_decoder
@@ -16,6 +17,7 @@ from kvllm.models.gated_delta import convolve, gated_delta_rule
 from kvllm.models.layers import QKVLinear, RowLinear, Weight, whole
 from kvllm.models.parts import SelfAttention
 from kvllm.models.recurrent import RecurrentLayers
+from kvllm.models.rope import TopKeys
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split
 
@@ -35,6 +37,12 @@ class Qwen35Keys(ConfigKeys, kw_only=True):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+
+    def rope_keys(self) -> TopKeys:
+        """Without those for the rows and columns of images: a text has one position a token."""
+        of_images = ("mrope_section", "mrope_interleaved")
+        given = {key: value for key, value in (self.rope_parameters or {}).items() if key not in of_images}
+        return structs.replace(self, rope_parameters=given or None)
 
 
 def read(keys: Qwen35Keys) -> dict[str, Any]:

@@ -78,9 +78,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3.5": {"family": "qwen3_5_text", "head_dim": 16, **DELTA},
     "qwen3.5-moe": {
         "family": "qwen3_5_moe_text",
-        "seed": 1,
         **QWEN_EXPERTS,
         **DELTA,
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR_ATTENTION, FULL],
         "shared_expert_intermediate_size": 56,
     },
     "qwen3-next": {

@@ -224,8 +224,44 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 200064,
     },
+    "Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "bos_token_id": 248044,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
-    "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
     "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
 }
 SUPPORTED = {
@@ -240,11 +276,11 @@ SUPPORTED = {
     "gpt-oss-20b": (24, 64, 8, 64, False, "bfloat16"),
     "Qwen3-30B-A3B-FP8": (48, 32, 4, 128, False, "bfloat16"),
     "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
+    "Qwen3.5-27B": (16, 24, 4, 256, False, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
 }
 REFUSED = {
     "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
-    "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM, which has linear attention",
     "gemma-3-12b-it": "Gemma3ForConditionalGeneration, which has images or sound beside text",
 }
 WINDOWS = {"Mistral-7B-v0.1": {4096}, "gemma-3-4b": {None, 1024}, "gpt-oss-20b": {None, 128}}
@@ -265,7 +301,7 @@ def test_supported(tmp_path: Path, name: str) -> None:
     assert c.qkv_bias == name.startswith(("Qwen2", "gpt"))
     assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
-    assert c.rope.theta == PUBLISHED[name]["rope_theta"]
+    assert c.rope.theta == PUBLISHED[name].get("rope_parameters", PUBLISHED[name])["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
     assert c.max_position_embeddings == PUBLISHED[name]["max_position_embeddings"]  # with the scaling already
     assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
