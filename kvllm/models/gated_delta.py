@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +67,10 @@ def gated_delta_rule(
 
 
 def _sequences(query_start_loc: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Slot, first query token, and the one after the last, of each sequence."""
-    starts = query_start_loc.tolist()
-    return zip(slots.tolist(), starts, starts[1:], strict=False)
+    """Slot, first query token, and the one after the last, of each sequence that has some."""
+    for slot, (begin, end) in zip(slots.tolist(), pairwise(query_start_loc.tolist()), strict=True):
+        if begin < end:
+            yield slot, begin, end
 
 
 def torch_short_convolution(

@@ -233,6 +233,19 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     for of_experts in (x, torch.zeros(300 + rows, 6144, dtype=dtype)):
         grouped_linear(of_experts, experts, bias, ends.long())
         grouped_linear(of_experts, experts, None, ends.long())
+    launch_recurrent(dtype, rows)
     positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+def launch_recurrent(dtype: torch.dtype, rows: int) -> None:
+    """Of a layer of Gated DeltaNet: sequences that decode, and a prompt."""
+    from kvllm.kernels import gated_delta
+
+    x, taps, inputs = (torch.zeros(*size, 6144, dtype=dtype) for size in ((rows,), (4,), (9, 3)))
+    controls, states = torch.zeros(rows, 16), torch.zeros(9, 16, 128, 128)
+    for num_seqs in (rows, 1):
+        starts, slots = ints(num_seqs + 1), torch.zeros(num_seqs, dtype=torch.int64)
+        gated_delta.short_convolution(x, taps, inputs, starts, slots)
+        gated_delta.gated_delta_rule(x, controls, controls, states, starts, slots, 16)

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvllm._extension import operator
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.hadamard import hadamard, torch_hadamard
 from kvllm.kvcache.ops.cpu import CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
-from tests.helpers import group_checks, product_checks
+from tests.helpers import group_checks, product_checks, recurrent_checks
 from tests.helpers.attention_cases import (
     MIXED,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
@@ -109,6 +110,7 @@ def check_elementwise() -> None:
         assert_silu_mul_is_swiglu(11, 143, dtype)
         assert_most_likely_is_argmax(dtype)
     assert_silu_of_extreme_gates()
+    recurrent_checks.assert_all(operator("short_convolution"), operator("gated_delta_rule"))
     for kv_heads in (0, 2):
         for normalize in (False, True):
             assert_rotary_in_bfloat16(kv_heads, normalize)

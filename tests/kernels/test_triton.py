@@ -31,7 +31,7 @@ from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.features.attention_mass import AttentionMass
-from tests.helpers import attention_cases
+from tests.helpers import attention_cases, recurrent_checks
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -506,6 +506,15 @@ def gated_activation() -> None:
     for gate_up in both_dtypes(2, 2 * 1100):
         expected = torch_forms.torch_silu_mul(4 * gate_up)
         assert_same_rounding(elementwise.silu_mul(4 * gate_up), expected)
+
+
+@check
+def recurrent_layers() -> None:
+    from kvllm.kernels import gated_delta
+
+    recurrent_checks.assert_convolves(gated_delta.short_convolution, 300, 4, torch.bfloat16)
+    recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 1, 3, 8, 12, torch.float32)
+    recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 2, 2, 16, 40, torch.bfloat16)
 
 
 @check
