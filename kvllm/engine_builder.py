@@ -240,9 +240,9 @@ def _with_room_for_states(args: EngineArgs, config: EngineConfig, shape: CacheSh
     if shape.recurrent is None:
         return config
     size, memory = shape.recurrent.bytes_per_sequence, args.kv_cache_memory_bytes or min(4 * GIB, free // 2)
-    least = f"at least {2 * size}: a sequence holds {size} bytes in recurrent layers, beside its KV pairs"
-    require(memory >= 2 * size, "kv_cache_memory_bytes", memory, least)
-    rows = memory // 2 // size
+    least = f"at least {4 * size}: a sequence holds {size} bytes in recurrent layers, beside its KV pairs"
+    require(memory >= 4 * size, "kv_cache_memory_bytes", memory, least)
+    rows = memory // 2 // size - 1
     most = min(config.max_num_seqs, rows - rows // 4)
     snapshots = min(rows - most, 2 * most) if config.enable_prefix_caching else 0
     if most < config.max_num_seqs:

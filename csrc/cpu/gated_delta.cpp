@@ -9,7 +9,7 @@ constexpr int64_t kConvolvedChannels = 256;
 // Where the tokens of each sequence begin, and the slot of its state.
 struct Sequences {
   const int32_t* starts;
-  const int64_t* slots;
+  const int32_t* slots;
   int64_t count;
   int64_t num_slots;
 
@@ -19,9 +19,9 @@ struct Sequences {
     check_dtype(query_start_loc, "query_start_loc", ScalarType::Int);
     check_size(query_start_loc, "query_start_loc", 0, count + 1);
     check_contiguous(all_slots, "slots", 1);
-    check_dtype(all_slots, "slots", ScalarType::Long);
+    check_dtype(all_slots, "slots", ScalarType::Int);
     starts = query_start_loc.const_data_ptr<int32_t>();
-    slots = all_slots.const_data_ptr<int64_t>();
+    slots = all_slots.const_data_ptr<int32_t>();
     STD_TORCH_CHECK(starts[0] == 0 && starts[count] == num_tokens, "query_start_loc covers tokens ", starts[0], " to ",
                     starts[count], ", not 0 to ", num_tokens);
     for (int64_t i = 0; i < count; ++i) {

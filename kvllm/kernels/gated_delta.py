@@ -43,7 +43,7 @@ def _convolve(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < WIDTH
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    slot = tl.load(slots + sequence)
+    slot = tl.load(slots + sequence).to(tl.int64)
     size = (end - begin + PARTS - 1) // PARTS
     first = begin + tl.program_id(2) * size
     for token in range(first, tl.minimum(end, first + size)):
@@ -63,7 +63,7 @@ def _keep_inputs(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < WIDTH
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    slot = tl.load(slots + sequence)
+    slot = tl.load(slots + sequence).to(tl.int64)
     for i in tl.static_range(TAPS - 1):  # ascending: what is read has not been overwritten
         kept = _input(x, inputs, end - TAPS + 1 + i, begin, slot, channel, mask, STRIDE, WIDTH, TAPS)
         tl.store(inputs + (slot * (TAPS - 1) + i) * WIDTH + channel, kept, mask=mask)
@@ -115,7 +115,7 @@ def _change_states(
     of_keys = KEY_HEADS * KEY_DIM
     key_head = head // (HEADS // KEY_HEADS)
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    first = (tl.load(slots + sequence) * HEADS + head) * KEY_DIM * VALUE_DIM
+    first = (tl.load(slots + sequence).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
     places = states + first + index[:, None] * VALUE_DIM + column[None, :]
     mask = (index < KEY_DIM)[:, None] & is_column[None, :]
     state = tl.load(places, mask=mask, other=0.0)

@@ -6,7 +6,6 @@ cannot be shared like a block, or taken back by a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +68,10 @@ class RecurrentStates:
 class RecurrentStep:
     """What the recurrent layers of one pass read and write.
 
-    slots: int64 `[S]`, the table slots of the sequences. query_start_loc: int32 `[S + 1]`, where the query tokens of
-    each begin, both on the device. num_tokens: query tokens of each, on the host.
+    slots: int32 `[S]`, the rows of the sequences. query_start_loc: int32 `[S + 1]`, where the query tokens of each
+    begin.
     """
 
     states: RecurrentStates
     slots: torch.Tensor
     query_start_loc: torch.Tensor
-    num_tokens: Sequence[int]

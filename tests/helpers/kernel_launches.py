@@ -246,6 +246,6 @@ def launch_recurrent(dtype: torch.dtype, rows: int) -> None:
     x, taps, inputs = (torch.zeros(*size, 6144, dtype=dtype) for size in ((rows,), (4,), (9, 3)))
     controls, states = torch.zeros(rows, 16), torch.zeros(9, 16, 128, 128)
     for num_seqs in (rows, 1):
-        starts, slots = ints(num_seqs + 1), torch.zeros(num_seqs, dtype=torch.int64)
+        starts, slots = ints(num_seqs + 1), ints(num_seqs)
         gated_delta.short_convolution(x, taps, inputs, starts, slots)
         gated_delta.gated_delta_rule(x, controls, controls, states, starts, slots, 16)

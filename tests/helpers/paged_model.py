@@ -60,7 +60,7 @@ class PagedModel:
         if self.states:
             counts = [len(tokens) for tokens in chunks.values()]
             starts = torch.tensor([0, *counts]).cumsum(0).int()
-            step = RecurrentStep(self.states, torch.tensor(list(chunks)), starts, counts)
+            step = RecurrentStep(self.states, torch.tensor(list(chunks)).int(), starts)
             attention = replace(attention, recurrent=step)
         return self.model.forward(token_ids, positions, attention, rows)
 

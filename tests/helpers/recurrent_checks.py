@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([0, *SEQUENCES]).cumsum(0).int(), torch.tensor(SLOTS)
+    return torch.tensor([0, *SEQUENCES]).cumsum(0).int(), torch.tensor(SLOTS).int()
 
 
 def assert_convolves(run: Callable[..., torch.Tensor], channels: int, taps: int, dtype: torch.dtype) -> None:

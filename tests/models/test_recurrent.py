@@ -91,10 +91,10 @@ def test_several_completions_branch_off(checkpoint: Path) -> None:
 
 def test_room_for_states(checkpoint: Path) -> None:
     """Sequences at once follow from the memory of the pool, of which states and their copies take half."""
-    size = make_llm(checkpoint, max_num_seqs=1).stats().recurrent_state_bytes // 3
+    size = make_llm(checkpoint, max_num_seqs=1).stats().recurrent_state_bytes // 4
     llm = LLM(checkpoint, kv_cache_memory_bytes=40 * size)
     stats = llm.stats()
-    assert (llm.config.max_num_seqs, llm.config.num_state_snapshots) == (15, 5)
+    assert (llm.config.max_num_seqs, llm.config.num_state_snapshots) == (15, 4)
     assert stats.recurrent_state_bytes == 20 * size
     assert stats.num_blocks * stats.block_bytes + stats.recurrent_state_bytes <= 40 * size
     with pytest.raises(ConfigError, match="a sequence holds .* bytes in recurrent layers"):

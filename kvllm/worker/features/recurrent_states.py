@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Self
 
+import numpy as np
 import torch
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
-from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateShape
+from kvllm.worker.features.base import PassAttention, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
-from kvllm.worker.step_batch import StepBatch
-from kvllm.worker.transfer import to_device
+from kvllm.worker.step_inputs import StepInputs, StepTensor, write
+
+SLOTS = "state_slots"
+"""Among the inputs of a step: the row of each sequence."""
 
 
 class RecurrentFeature(StepFeature):
     """Keeps the states of a model's recurrent layers, and hands a pass those of its sequences.
 
-    A pass reads and writes them in place, so a sequence whose tokens are computed again starts again.
+    A pass reads and writes them in place, so a sequence whose tokens are computed again starts again. The rows of table
+    slots come first, then those of copies, then one for what fills up a recorded pass.
     """
 
-    captures = False
-
-    def __init__(self, states: RecurrentStates, config: EngineConfig) -> None:
-        self.states = states
-        self.first_snapshot = config.max_num_seqs  # the rows before it are those of table slots
+    def __init__(self, shape: StateShape, config: EngineConfig, device: torch.device) -> None:
+        rows = _num_rows(config)
+        self.states = RecurrentStates(shape, rows, device)
+        self.first_copy = config.max_num_seqs
+        self.tensors = (StepTensor(SLOTS, padding=rows - 1),)
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
         shape = worker.shape.recurrent
-        config = worker.config
-        if shape is None:
-            return None
-        return cls(RecurrentStates(shape, config.max_num_seqs + config.num_state_snapshots, worker.device), config)
+        return cls(shape, worker.config, worker.device) if shape else None
 
     @classmethod
     def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
         size = shape.recurrent.bytes_per_sequence if shape.recurrent else 0
-        return {"recurrent_state_bytes": (config.max_num_seqs + config.num_state_snapshots) * size}
+        return {"recurrent_state_bytes": _num_rows(config) * size}
 
     def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
         for copy in plan.state_copies:
-            self.states.copy(states[copy.seq_id].table_slot, self.first_snapshot + copy.row)
+            self.states.copy(states[copy.seq_id].table_slot, self.first_copy + copy.row)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         if start.state_row is None:
             self.states.clear(table_slot)
         else:
-            self.states.copy(self.first_snapshot + start.state_row, table_slot)
+            self.states.copy(self.first_copy + start.state_row, table_slot)
 
     def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.states.save(table_slot)
@@ -59,10 +59,16 @@ class RecurrentFeature(StepFeature):
     def restore(self, table_slot: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.states.restore(table_slot, saved)
 
-    def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend:
-        return partial(self._attend, batch)
+    def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
+        if is_new:
+            write(inputs.array(SLOTS), table_slots, padding=self.tensors[0].padding)
 
-    def _attend(self, batch: StepBatch, attention: PassAttention) -> None:
-        starts = attention.inputs.query_start_loc
-        slots = to_device(batch.table_slots, starts.device)
-        attention.recurrent = RecurrentStep(self.states, slots, starts, batch.num_tokens)
+    def attend(self, attention: PassAttention) -> None:
+        for fields in attention.fields:
+            fields.pop(SLOTS)  # which attention itself has no use for
+        inputs = attention.inputs
+        attention.recurrent = RecurrentStep(self.states, getattr(inputs, SLOTS), inputs.query_start_loc)
+
+
+def _num_rows(config: EngineConfig) -> int:
+    return config.max_num_seqs + config.num_state_snapshots + 1
