@@ -29,6 +29,7 @@ from kvllm.worker.transfer import to_device_early
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in
+from tests.helpers.families import FAMILIES
 from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
 
@@ -47,6 +48,9 @@ COUNTS_OF_HEADS = "a copy to the host"
 
 def params(**options: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 7, "ignore_eos": True} | options))
+
+
+RECURRENT = "forks, recurrent layers"
 
 
 def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
@@ -70,6 +74,7 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     forks = {"max_num_seqs": 3, "num_gpu_blocks_override": 5}
     return {
         "forks, options of sampling, a short pool": (forks, sampled),
+        RECURRENT: (forks, [*sampled[:1], params()]),
         "kara": ({"compression": paper_compression(method="kara", retain_tokens=9, **chunks)}, [params()] * 2),
         "h2o": ({"compression": paper_compression(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
         "int8, adakv": (
@@ -162,13 +167,15 @@ NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name fo
 
 def run_cases(*, long: bool) -> None:
     failures = {}
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, TemporaryDirectory() as recurrent:
         make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        of_states = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        make_checkpoint(Path(recurrent), **{**FAMILIES["qwen3.5"], "num_attention_heads": 2, **of_states})
         for name, case in cases().items():
             if name in LONG and not long:
                 continue
             try:
-                check_case(Path(directory), *case)
+                check_case(Path(recurrent if name == RECURRENT else directory), *case)
             except Exception:
                 failures[name] = traceback.format_exc()
         print(json.dumps([failures, measured_graphs(Path(directory))]))
