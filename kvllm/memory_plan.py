@@ -52,6 +52,7 @@ class MemoryPlan:
     weights_bytes: of the whole model, in `dtype`. pair_bytes: of one token in one layer, of all KV heads;
     key_bytes, value_bytes: of its key and value alone.
     rank_weights_bytes, rank_block_bytes: of weights, and of one block, on each of `num_ranks` ranks.
+    rank_state_bytes: of a sequence's state in recurrent layers there.
     """
 
     model: ModelConfig
@@ -65,6 +66,7 @@ class MemoryPlan:
     value_bytes: int
     rank_weights_bytes: int
     rank_block_bytes: int
+    rank_state_bytes: int
 
     @property
     def bytes_per_token(self) -> int:
@@ -142,8 +144,10 @@ class MemoryPlan:
         leaves of a sequence, at its peak.
         """
         if windows:
-            return pool_bytes // self.rank_block_bytes // self.blocks_held(length, prompt, compressed=compressed)
-        return pool_bytes // self.all_layers_block_bytes // UNIFORM[0].most_blocks(length, self.config.block_size, 1)
+            blocks = self.rank_block_bytes * self.blocks_held(length, prompt, compressed=compressed)
+        else:
+            blocks = self.all_layers_block_bytes * UNIFORM[0].most_blocks(length, self.config.block_size, 1)
+        return pool_bytes // (blocks + self.rank_state_bytes)
 
     def blocks_held(self, length: int, prompt: int, *, compressed: bool) -> int:
         """Blocks of the pool that a sequence holds at most when it decodes up to `length` tokens, in all KV groups."""
@@ -178,6 +182,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
         whole.num_kv_heads * value,
         weights_bytes(model, dtype, _FirstRank(num_ranks)),
         rank.bytes_per_block,
+        rank.recurrent.bytes_per_sequence if rank.recurrent else 0,
     )
 
 

@@ -92,6 +92,8 @@ def figures(plan: MemoryPlan, length: int, args: argparse.Namespace) -> dict[str
         "blocks_per_sequence": plan.blocks_per_sequence(length),
         "weights_bytes": plan.weights_bytes,
     }
+    if plan.rank_state_bytes:
+        found["state_bytes_per_rank"] = plan.rank_state_bytes
     if plan.compresses:
         found["compressed_kv_bytes"] = plan.compressed_kv_bytes(length, args.prompt_length, args.num_sequences)
     if args.gpu_memory is not None:
@@ -115,7 +117,8 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
     """The lines of the page that people read."""
     model = plan.model
     kv_dtype = "" if plan.config.kv_cache_dtype == "auto" else f", KV cache in {plan.config.kv_cache_dtype}"
-    yield f"{model.architecture}, {model.num_layers} layers, {plan.dtype}{kv_dtype}"
+    layers = model.num_layers + (len(model.recurrent.indices) if model.recurrent else 0)
+    yield f"{model.architecture}, {layers} layers, {plan.dtype}{kv_dtype}"
     weights = f"{plan.weights_bytes / GIB:,.2f} GiB"
     if plan.num_ranks > 1:
         weights += f", {plan.rank_weights_bytes / GIB:,.2f} GiB on each of {plan.num_ranks} ranks"
@@ -126,6 +129,9 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
         window = "all" if kind.window is None else f"{kind.window:,}"
         share = kind.layers * plan.pair_bytes
         yield f"{kind.name:<10}{kind.layers:>8}{window:>10}{plan.pair_bytes:>20,}{share:>14,}"
+    if model.recurrent:
+        state = f"a state of {plan.rank_state_bytes:,} bytes for each sequence on each rank"
+        yield f"{len(model.recurrent.indices)} other layers hold no KV pairs: they have {state}"
     if plan.key_bytes != plan.value_bytes:
         yield f"of a KV pair, the key takes {plan.key_bytes:,} bytes and the value {plan.value_bytes:,}"
     yield ""

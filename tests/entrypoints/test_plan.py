@@ -21,6 +21,7 @@ from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
+from tests.helpers.families import FAMILIES
 
 GIB = 1 << 30
 LLAMA_3_8B = SHAPES["8b"] | {"max_position_embeddings": 8192}
@@ -273,3 +274,17 @@ def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
         cli.main(["plan", "--model", str(tmp_path), "--gpu-memory", "80 gigs"])
     assert ended.value.code == 2
     assert "24GB" in capsys.readouterr().err
+
+
+def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
+    """And what they take is missing for sequences."""
+    make_checkpoint(tmp_path, **FAMILIES["qwen3.5"])
+    options = ("--input-length", "64", "--gpu-memory", "100M")
+    found = figures(capsys, tmp_path, *options)
+    stats = LLM(tmp_path, max_num_seqs=3, num_gpu_blocks_override=8, enable_prefix_caching=False).stats()
+    assert stats.recurrent_state_bytes == 4 * found["state_bytes_per_rank"]
+    of_pairs = found["blocks_per_sequence"]["full"] * stats.block_bytes
+    at_once = found["pool_bytes_per_rank"] // (of_pairs + found["state_bytes_per_rank"])
+    assert found["sequences_at_once"] == {"nothing released": at_once}
+    cli.main(["plan", "--model", str(tmp_path), *options])
+    assert "2 other layers hold no KV pairs: they have a state of" in capsys.readouterr().out
