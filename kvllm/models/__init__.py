@@ -21,6 +21,7 @@ MODELS = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 
 NOT_COMPUTED = {

@@ -193,13 +193,13 @@ def build_decoder(
     """
     embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, config.embedding_scale)
     cos_sin = rotary_table(config, max_model_len, device)
-    sliding = cos_sin
-    if config.sliding_rope is not None:
-        sliding = rotary_table(config, max_model_len, device, config.sliding_rope)
+    second = cos_sin
+    if config.second_rope is not None:
+        second = rotary_table(config, max_model_len, device, config.second_rope)
     layers = [
         make_layer(
             config,
-            make_attention(config, shard, dtype, device, sliding if index in config.sliding_rope_layers else cos_sin),
+            make_attention(config, shard, dtype, device, second if index in config.second_rope_layers else cos_sin),
             make_mlp(index, config, shard, dtype, device) if make_mlp else GatedMLP(config, shard, dtype, device),
             dtype,
             device,

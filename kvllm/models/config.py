@@ -52,7 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: a bias is added to queries, keys and values. output_bias: to the output of attention, mlp_bias: to all
         projections of the MLP. qk_norm: heads of queries and keys are normalized before RoPE.
     fused_projections: the checkpoint has one tensor of queries, keys and values, and one of gate and up projection.
-    sliding_rope: of the layers `sliding_rope_layers`, where they have another.
+    second_rope: of the layers `second_rope_layers`, where they have another.
     norm_offset: what is added to the checkpoint's weights of norms. float32_norms: these are of float32, whatever dtype
         the model is computed in, as they are where norm_offset is not 0.
     embedding_scale: embedded tokens are multiplied by it. logit_cap: logits are bounded by it (`LayerAttention`).
@@ -82,8 +82,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerAttention, ...] = ()
     softmax_scale: float | None = None
     fused_projections: bool = False
-    sliding_rope: Rope | None = None
-    sliding_rope_layers: tuple[int, ...] = ()
+    second_rope: Rope | None = None
+    second_rope_layers: tuple[int, ...] = ()
     norm_offset: float = 0.0
     float32_norms: bool = False
     embedding_scale: float = 1.0

@@ -63,8 +63,8 @@ def read(keys: Gemma3Keys) -> dict[str, Any]:
     return {
         **read_gemma(keys, sliding),
         "qk_norm": True,
-        "sliding_rope": read_rope(keys.sliding_rope_keys(), head_dim),
-        "sliding_rope_layers": tuple(i for i, slides in enumerate(sliding) if slides),
+        "second_rope": read_rope(keys.sliding_rope_keys(), head_dim),
+        "second_rope_layers": tuple(i for i, slides in enumerate(sliding) if slides),
     }
 
 

@@ -72,6 +72,10 @@ class Rope(msgspec.Struct, frozen=True):
         return max(max_position_embeddings, int(self.scaling.factor * original))
 
 
+NO_ROPE = Rope(partial_factor=0.0)
+"""Of layers that rotate nothing."""
+
+
 class TopKeys(msgspec.Struct, kw_only=True):
     """The keys of `config.json` itself that concern the rotary embedding. Older ones stand beside `rope_scaling`.
 

@@ -9,9 +9,11 @@ one form of rotation alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig
 from kvllm.models.rope import Rope, RopeScaling
 
@@ -39,6 +41,20 @@ def rotary_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
     """
     frequencies = _frequencies(config.rope, config, num_positions)
     return torch.cat((frequencies, torch.zeros(config.head_dim // 2 - len(frequencies))))
+
+
+def check_one_rotation(config: ModelConfig, windows: Sequence[int | None]) -> None:
+    """Raise ConfigError if layers that are compressed, those without a window, differ in their rotation. Methods that
+    reckon with it know the one of `config.rope`.
+
+    windows: of each layer, with the length of the longest text.
+    """
+    others = [layer for layer in config.second_rope_layers if windows[layer] is None]
+    if others and config.second_rope != config.rope:
+        raise ConfigError(
+            f"layers {', '.join(map(str, others))} of the model rotate keys in another way than its other layers, or "
+            "not at all. This compression method reckons with one rotation: use one that does not, such as kara_sharp or keydiff"
+        )
 
 
 def channel_order(config: ModelConfig) -> torch.Tensor | None:

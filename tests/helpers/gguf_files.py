@@ -25,7 +25,10 @@ NAMES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
 }
+PERMUTED = ("llama", "smollm3")
+"""Those whose queries and keys the converter permutes."""
 
 
 def write_gguf(
@@ -142,9 +145,9 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         found = names.get_name(name.replace("proj_bias", "proj.bias"), (".weight", ".bias"))
         assert found is not None, name
         found += "" if found.endswith((".weight", ".bias")) else ".weight"
-        if NAMES[config.model_type] == "llama" and ".attn_q." in found:
+        if NAMES[config.model_type] in PERMUTED and ".attn_q." in found:
             raw = permute(raw, config.num_attention_heads)
-        if NAMES[config.model_type] == "llama" and ".attn_k." in found:
+        if NAMES[config.model_type] in PERMUTED and ".attn_k." in found:
             raw = permute(raw, config.num_key_value_heads)
         if config.model_type.startswith("gemma") and found.endswith("norm.weight"):
             raw = raw + 1

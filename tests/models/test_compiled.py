@@ -24,6 +24,7 @@ CASES = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": None}),
     "sliding": ("mistral", {"sliding_window": 8}),
+    "two rotations": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
 }
 """Families, with options of their checkpoints."""
 

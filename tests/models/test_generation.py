@@ -10,8 +10,9 @@ import torch
 
 from kvllm import LLM
 from kvllm.engine_args import EngineArgs
+from kvllm.errors import ConfigError
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
@@ -29,6 +30,7 @@ CASES = (
     "qwen2-last-windows",
     "qwen3-named-windows",
     "qwen3-moe",
+    "smollm3",
     "phi4-mini",
     "gemma2",
     "gemma3",
@@ -120,6 +122,23 @@ def test_compression(checkpoint: Path) -> None:
     with shared_memory_shards(2) as shards:
         llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
         assert compressed_tokens(llm) == found
+
+
+def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> None:
+    """Of layers that are compressed: with short texts, Gemma 3's layers with a window are among them."""
+    options: dict[str, Any] = {"block_size": 8}
+    options["compression"] = paper_compression(method="expected_attention", **COMPRESSION)
+    make_checkpoint(tmp_path, **FAMILIES["smollm3"])
+    with pytest.raises(ConfigError, match="layers 3 of the model rotate keys in another way .* such as kara_sharp"):
+        make_llm(tmp_path, **options)
+    with pytest.raises(ConfigError, match="layers 3 of the model"):
+        add_method_files(tmp_path)
+    options["compression"] = paper_compression(method="triattention", **COMPRESSION)
+    make_checkpoint(tmp_path, **FAMILIES["gemma3"] | {"sliding_window": 100})
+    add_method_files(tmp_path)
+    tokens(make_llm(tmp_path, **options, max_model_len=128), random_prompts(256, (40,)), greedy(40))
+    with pytest.raises(ConfigError, match="layers 0, 1, 2, 3, 4, 6 of the model rotate keys"):
+        make_llm(tmp_path, **options, max_model_len=100)
 
 
 def with_windows(visible: torch.Tensor, windows: list[int | None]) -> torch.Tensor:

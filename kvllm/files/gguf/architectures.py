@@ -78,6 +78,7 @@ ARCHITECTURES = {
         {"ffn_gate_inp": "mlp.gate"},
         experts={f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
     ),
+    "smollm3": Architecture(config.smollm3, permuted=True),
 }
 
 

@@ -191,6 +191,10 @@ def qwen3_moe(data: Metadata) -> dict[str, Any]:
     }
 
 
+def smollm3(data: Metadata) -> dict[str, Any]:
+    return llama(data) | {"architectures": ["SmolLM3ForCausalLM"]}
+
+
 def phi3(data: Metadata) -> dict[str, Any]:
     config = base_config(data)
     return config | {
