@@ -16,9 +16,8 @@ import torch
 from kvllm.attention.context import Attention
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
-from kvllm.models.elementwise import rms_norm
 from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
-from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, norm_weight
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, norm_weight, normalized
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -154,7 +153,7 @@ class Decoder:
         With it, they are in the cache already, and nothing is computed after the last layer's queries.
         """
         residual = self.embedding.forward(token_ids)
-        x = rms_norm(residual, self.layers[0].input_norm, self.eps)
+        x = normalized(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if visit is None:

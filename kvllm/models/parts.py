@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from kvllm.models.config import ModelConfig
-from kvllm.models.elementwise import add_rms_norm, rotary, silu_mul
+from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
 from kvllm.models.layers import MergedColumnLinear, QKVLinear, RowLinear, Weight, whole
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -21,6 +21,11 @@ def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torc
     return torch.empty(
         size, dtype=torch.float32 if config.float32_norms or config.norm_offset else dtype, device=device
     )
+
+
+def normalized(residual: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The input of a layer `[T, hidden_size]`: the residual, which may be the same tensor, or its RMSNorm."""
+    return residual if norm is None else rms_norm(residual, norm, eps)
 
 
 class SelfAttention:
@@ -141,18 +146,22 @@ class DecoderLayer:
     ) -> None:
         self.eps = config.rms_norm_eps
         self.norm_offset = config.norm_offset
-        self.input_norm = norm_weight(config, config.hidden_size, dtype, device)
+        self.input_norm: torch.Tensor | None = norm_weight(config, config.hidden_size, dtype, device)
         self.attention = attention
         self.post_attention_norm = norm_weight(config, config.hidden_size, dtype, device)
         self.mlp = mlp
 
-    def norms(self) -> dict[str, torch.Tensor]:
+    def norms(self) -> dict[str, torch.Tensor | None]:
         """The weights of the layer's own norms, by name."""
         return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_attention_norm}
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {
-            **{f"{prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in self.norms().items()},
+            **{
+                f"{prefix}.{name}.weight": whole(norm, self.norm_offset)
+                for name, norm in self.norms().items()
+                if norm is not None
+            },
             **self.attention.weights(f"{prefix}.self_attn"),
             **self.mlp.weights(f"{prefix}.{self.mlp.name}"),
         }
@@ -161,12 +170,14 @@ class DecoderLayer:
         self.attention.allocate(packing)
         self.mlp.allocate(packing)
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         """All that follows attention.
 
         attended: `[T, query_heads, head_dim]`. residual: `[T, hidden_size]`, updated in place. next_norm:
         `[hidden_size]`, the norm that follows the layer, because a residual addition and a norm are one operation.
+            None: the next layer has none, and reads the residual.
         Returns the normalized input of the next layer `[T, hidden_size]`.
         """
         x = add_rms_norm(residual, self.attention.finish(attended), self.post_attention_norm, self.eps)
+        assert next_norm is not None
         return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)

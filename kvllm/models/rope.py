@@ -14,6 +14,7 @@ import msgspec
 from kvllm.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
 NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -98,6 +99,20 @@ class TopKeys(msgspec.Struct, kw_only=True):
     def rope_keys(self) -> TopKeys:
         """The keys of the RoPE of layers that attend all tokens, where a family has several."""
         return self
+
+    def rope_of_layers(self, kind: str) -> dict[str, Any] | None:
+        """`rope_parameters` of the layers FULL or SLIDING. Raises CheckpointError if there are others."""
+        every = self.rope_parameters or {}
+        others = [name for name in every if name not in (FULL, SLIDING)]
+        if others:
+            raise CheckpointError(
+                f"rope_parameters has {', '.join(others)}, beside those of {FULL} and {SLIDING}, which kvllm does not "
+                "support: use another checkpoint"
+            )
+        found = every.get(kind)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"rope_parameters has {found!r} for {kind}, but must have an object")
+        return found
 
 
 class _Rope(msgspec.Struct):

@@ -21,12 +21,15 @@ NAMES = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
+WITH_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "phi3")
 PERMUTED = ("llama", "smollm3")
 """Those whose queries and keys the converter permutes."""
 
@@ -85,8 +88,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         original = rope["original_max_position_embeddings"]
         scale = config.max_position_embeddings / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
-    if getattr(config, "sliding_window", None) and config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
+    if getattr(config, "sliding_window", None) and config.model_type in WITH_WINDOWS:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

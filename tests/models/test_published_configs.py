@@ -61,6 +61,26 @@ QWEN: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
+OLMO: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 100352,
+}
+
 
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
@@ -250,6 +270,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 128256,
     },
+    "OLMo-2-1124-7B": OLMO,
+    "Olmo-3-1025-7B": {
+        **OLMO,
+        "architectures": ["Olmo3ForCausalLM"],
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 100278,
+    },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
     "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
     "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
@@ -267,6 +306,8 @@ SUPPORTED = {
     "Qwen3-30B-A3B-FP8": (48, 32, 4, 128, False, "bfloat16"),
     "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
+    "OLMo-2-1124-7B": (32, 32, 32, 128, False, "float32"),
+    "Olmo-3-1025-7B": (32, 32, 32, 128, False, "bfloat16"),
     "SmolLM3-3B": (36, 16, 4, 128, True, "bfloat16"),
 }
 REFUSED = {
@@ -274,8 +315,19 @@ REFUSED = {
     "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM, which has linear attention",
     "gemma-3-12b-it": "Gemma3ForConditionalGeneration, which has images or sound beside text",
 }
-WINDOWS = {"Mistral-7B-v0.1": {4096}, "gemma-3-4b": {None, 1024}, "gpt-oss-20b": {None, 128}}
-SCALINGS = {"Llama-3.2-1B": "llama3", "Meta-Llama-3.1-8B": "llama3", "gemma-3-4b": "linear", "gpt-oss-20b": "yarn"}
+WINDOWS = {
+    "Mistral-7B-v0.1": {4096},
+    "gemma-3-4b": {None, 1024},
+    "gpt-oss-20b": {None, 128},
+    "Olmo-3-1025-7B": {None, 4096},
+}
+SCALINGS = {
+    "Llama-3.2-1B": "llama3",
+    "Meta-Llama-3.1-8B": "llama3",
+    "gemma-3-4b": "linear",
+    "gpt-oss-20b": "yarn",
+    "Olmo-3-1025-7B": "yarn",
+}
 
 
 def write_config(path: Path, name: str) -> None:

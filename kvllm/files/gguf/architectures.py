@@ -70,6 +70,10 @@ ARCHITECTURES = {
         },
     ),
     "llama": Architecture(config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, permuted=True, experts=MIXTRAL),
+    "olmo2": Architecture(
+        config.olmo2,
+        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
     "phi3": Architecture(config.phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "qwen2": Architecture(config.qwen2),
     "qwen3": Architecture(config.qwen3),

@@ -143,7 +143,10 @@ def _named_scaling(
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind != "yarn":
         return scaling
-    if attention_factor not in (None, 1):
+    factors = [1.0]
+    if data.architecture == "olmo2" and factor > 1:  # its converter writes what all others leave to llama.cpp
+        factors.append(0.1 * math.log(factor) + 1)
+    if not any(math.isclose(attention_factor or 1.0, each, rel_tol=1e-5) for each in factors):
         raise CheckpointError(f"rope.scaling.attn_factor of YaRN is {attention_factor}, which kvllm does not support")
     return scaling | {
         "original_max_position_embeddings": original,
@@ -191,6 +194,19 @@ def qwen3_moe(data: Metadata) -> dict[str, Any]:
     }
 
 
+def olmo2(data: Metadata) -> dict[str, Any]:
+    """OLMo 3 has the same name, and windows."""
+    config = base_config(data) | {"attention_bias": data.has("blk.0.attn_q.bias")}
+    pattern = data.values.get("olmo2.attention.sliding_window_pattern")
+    if not isinstance(pattern, np.ndarray):
+        return config | {"architectures": ["Olmo2ForCausalLM"]}
+    return config | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": data.number("attention.sliding_window"),
+        "layer_types": _layer_types(pattern),
+    }
+
+
 def smollm3(data: Metadata) -> dict[str, Any]:
     return llama(data) | {"architectures": ["SmolLM3ForCausalLM"]}
 
@@ -217,7 +233,7 @@ def gemma3(data: Metadata) -> dict[str, Any]:
     pattern = data.values.get("gemma3.attention.sliding_window_pattern", 6)
     layers = {"sliding_window_pattern": pattern}
     if isinstance(pattern, np.ndarray):
-        layers = {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+        layers = {"layer_types": _layer_types(pattern)}
     return (
         config
         | layers
@@ -251,6 +267,10 @@ def _gemma(data: Metadata) -> dict[str, Any]:
         "query_pre_attn_scalar": per_head if scaled_by_hidden else config["head_dim"],
         "sliding_window": data.number("attention.sliding_window", 4096),
     }
+
+
+def _layer_types(pattern: np.ndarray) -> list[str]:
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
 def _check_router(data: Metadata) -> None:
