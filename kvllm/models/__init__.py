@@ -12,6 +12,8 @@ MODELS = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",
     "MinistralForCausalLM": "ministral",

@@ -55,9 +55,10 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.eps = config.rms_norm_eps
+        self.eps = config.residual_eps
         self.norm_offset = config.norm_offset
         self.logit_cap = config.logit_cap
+        self.logit_divisor = config.logit_divisor
         self.num_query_heads = layers[0].attention.qkv.num_query_heads
         self.num_kv_heads = layers[0].attention.qkv.num_kv_heads
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
@@ -114,9 +115,9 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
         """`[R, hidden_size]` -> float32 `[R, vocab_size]`, or with `rounded` in the dtype that the head computes in."""
         logits = self.lm_head.forward(hidden)
-        if rounded and self.logit_cap is None:
+        if rounded and self.logit_cap is None and self.logit_divisor == 1:
             return logits
-        logits = logits.float()
+        logits = logits.float() if self.logit_divisor == 1 else logits.float() / self.logit_divisor
         return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
     def recompute_queries(
@@ -190,7 +191,8 @@ def build_decoder(
     make_layer: called for each layer with the arguments of DecoderLayer.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
-    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, config.embedding_scale)
+    scales = (config.embedding_scale, config.residual_multiplier)
+    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, *scales)
     cos_sin = rotary_table(config, max_model_len, device)
     second = cos_sin
     if config.second_rope is not None:

@@ -56,6 +56,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_offset: what is added to the checkpoint's weights of norms. float32_norms: these are of float32, whatever dtype
         the model is computed in, as they are where norm_offset is not 0.
     embedding_scale: embedded tokens are multiplied by it. logit_cap: logits are bounded by it (`LayerAttention`).
+    residual_multiplier: what attention and MLP add to the residual is multiplied by it. logit_divisor: logits are
+        divided by it.
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
     dtype: the checkpoint's own, one of DTYPES.
@@ -88,6 +90,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     float32_norms: bool = False
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
     dtype: str
@@ -107,6 +111,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: it attends all earlier tokens."""
         return tuple(layer.window for layer in self.layers) or (None,) * self.num_layers
+
+    @property
+    def residual_eps(self) -> float:
+        """That of norms of the residual. A residual that is kept divided by the multiplier needs no multiplications,
+        and its norm is the same with this."""
+        return self.rms_norm_eps / self.residual_multiplier**2
 
     @property
     def scale(self) -> float:
@@ -197,25 +207,25 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     fields = family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
         refuse("mlp_bias is true: the MLP projections have a bias")
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=keys.vocab_size,
-        hidden_size=keys.hidden_size,
-        intermediate_size=keys.intermediate_size,
-        num_layers=keys.num_hidden_layers,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=keys.rms_norm_eps,
-        rope=rope,
-        max_position_embeddings=keys.max_position_embeddings,
-        tie_word_embeddings=keys.tie_word_embeddings,
-        weight_format=_weight_format(keys),
-        dtype=_dtype(keys),
-        bos_token_id=keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
-        eos_token_ids=_eos_token_ids(keys, generation),
-        **fields,
-    )
+    common: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": keys.vocab_size,
+        "hidden_size": keys.hidden_size,
+        "intermediate_size": keys.intermediate_size,
+        "num_layers": keys.num_hidden_layers,
+        "num_query_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.rms_norm_eps,
+        "rope": rope,
+        "max_position_embeddings": keys.max_position_embeddings,
+        "tie_word_embeddings": keys.tie_word_embeddings,
+        "weight_format": _weight_format(keys),
+        "dtype": _dtype(keys),
+        "bos_token_id": keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
+        "eos_token_ids": _eos_token_ids(keys, generation),
+    }
+    config = ModelConfig(**common | fields)
     _check_totals(config)
     _check_token_ids(config)
     return config
@@ -260,7 +270,7 @@ def _refuse_unsupported(keys: ConfigKeys) -> None:
 def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
     for kind in layer_types:
         if kind not in ("full_attention", "attention", "sliding_attention"):
-            refuse(f"layer_types has {kind!r}")
+            refuse(f"layer_types has {kind!r}", "all layers must have attention, and none Mamba or linear attention")
     if len(layer_types) != keys.num_hidden_layers:
         raise CheckpointError(
             f"layer_types names {len(layer_types)} layers, but num_hidden_layers is {keys.num_hidden_layers}"

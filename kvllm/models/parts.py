@@ -116,18 +116,33 @@ class MLP(Protocol):
 
 
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(silu(gate(x)) * up(x))`.
 
-    name = "mlp"
+    inner: its size, if not `config.intermediate_size`. name, down: of the part and of one projection in a checkpoint.
+    fused: the name of one tensor of gate and up projection, if there is one.
+    """
 
-    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        names, fused = ("gate_proj", "up_proj"), "gate_up_proj" if config.fused_projections else None
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        inner: int | None = None,
+        name: str = "mlp",
+        fused: str | None = None,
+        down: str = "down_proj",
+    ) -> None:
+        self.name = name
+        self._down = down
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
+        names, fused = ("gate_proj", "up_proj"), fused or ("gate_up_proj" if config.fused_projections else None)
         self.gate_up = MergedColumnLinear(hidden, inner, names, shard, dtype, device, bias=bias, fused=fused)
         self.down = RowLinear(inner, hidden, shard, dtype, device, bias=bias)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
+        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.{self._down}")}
 
     def allocate(self, packing: Packing) -> None:
         self.gate_up.allocate(packing)
@@ -144,7 +159,7 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.eps = config.rms_norm_eps
+        self.eps = config.residual_eps
         self.norm_offset = config.norm_offset
         self.input_norm: torch.Tensor | None = norm_weight(config, config.hidden_size, dtype, device)
         self.attention = attention

@@ -14,6 +14,18 @@ MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.
 PHI3 = {"family": "phi3", "pad_token_id": 0}
 EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
 QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.6,
+}
+GRANITE4 = {
+    "layer_types": [FULL] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "mamba_n_heads": 4,
+}
 
 
 def longrope(original: int, pairs: int) -> dict[str, Any]:
@@ -82,6 +94,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 7,
     },
+    "granite": {"family": "granite", **MULTIPLIERS},
+    "granite-biases-tied": {
+        "family": "granite",
+        **MULTIPLIERS,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "granite4": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4, "position_embedding_type": "rope"},
+    "granite4-without-rope": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4},
     "olmo2": {"family": "olmo2", "num_key_value_heads": None},
     "olmo2-biases-sharded": {"family": "olmo2", "attention_bias": True, "sharded": True, "rope_parameters": LLAMA3},
     "olmo3": {

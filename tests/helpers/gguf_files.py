@@ -18,6 +18,7 @@ NAMES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -30,7 +31,7 @@ NAMES = {
     "smollm3": "smollm3",
 }
 WITH_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "phi3")
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("granite", "llama", "smollm3")
 """Those whose queries and keys the converter permutes."""
 
 
@@ -90,6 +91,11 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
     if getattr(config, "sliding_window", None) and config.model_type in WITH_WINDOWS:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         if rope["rope_type"] == "yarn":

@@ -31,6 +31,8 @@ CASES = (
     "qwen3-named-windows",
     "qwen3-moe",
     "smollm3",
+    "granite",
+    "granite4",
     "olmo2",
     "olmo3",
     "phi4-mini",

@@ -69,6 +69,7 @@ ARCHITECTURES = {
             "mlp.experts.down_proj": ("ffn_down_exps",),
         },
     ),
+    "granite": Architecture(config.granite, permuted=True),
     "llama": Architecture(config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, permuted=True, experts=MIXTRAL),
     "olmo2": Architecture(
         config.olmo2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,10 @@ class Metadata:
         return tensor in self.header.tensors
 
 
-def base_config(data: Metadata) -> dict[str, Any]:
-    """The keys that all architectures share."""
+def base_config(data: Metadata, computed: Collection[str] = ()) -> dict[str, Any]:
+    """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself."""
     for key, neutral in NEUTRAL.items():
-        if data.number(key, neutral[0]) not in neutral:
+        if key not in computed and data.number(key, neutral[0]) not in neutral:
             raise CheckpointError(f"{data.architecture}.{key} is {data.number(key)}, which kvllm does not support")
     if not data.has(EMBEDDING) or len(data.header.tensors[EMBEDDING].shape) != 2:
         raise CheckpointError(f"it has no matrix {EMBEDDING}")
@@ -168,6 +168,24 @@ def llama(data: Metadata) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": data.has("blk.0.attn_q.bias"),
         "mlp_bias": data.has("blk.0.ffn_up.bias"),
+    }
+
+
+def granite(data: Metadata) -> dict[str, Any]:
+    keys = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    config = base_config(data, keys)
+    # Without a scale of scores, llama.cpp takes that of Llama.
+    defaults = {"attention.scale": max(1, config["head_dim"]) ** -0.5}
+    return config | {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "mlp_bias": data.has("blk.0.ffn_up.bias"),
+        **{name: data.number(key, 0) or defaults.get(key, 1.0) for key, name in keys.items()},
     }
 
 
