@@ -221,6 +221,7 @@ class Family:
         CheckpointError for what the family does not compute.
     build: called with the arguments of `build_decoder`.
     hidden_act: the only value of that key that the family computes.
+    extra_layers: checkpoints may have layers behind the last, which predict later tokens. They are not loaded.
     """
 
     model_type: str
@@ -228,3 +229,4 @@ class Family:
     read: Callable[[Any], dict[str, Any]]
     build: Callable[[ModelConfig, Shard, torch.dtype, torch.device, int], Decoder]
     hidden_act: str = "silu"
+    extra_layers: bool = False

@@ -92,9 +92,9 @@ class Weight:
             self.target.matrix.write(self.target.first + first, values)
 
 
-def whole(target: torch.Tensor, offset: float = 0.0) -> Weight:
+def whole(target: torch.Tensor, offset: float = 0.0, order: torch.Tensor | None = None) -> Weight:
     """A tensor that every rank holds completely."""
-    return Weight(tuple(target.shape), target, offset=offset)
+    return Weight(tuple(target.shape), target, order=order, offset=offset)
 
 
 def row_part(total: int, target: MatrixRows, shard: Shard) -> Weight:

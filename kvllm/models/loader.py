@@ -7,6 +7,7 @@ own part of each tensor, some rows at a time, and packs them at once, so that no
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def load_model(
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.open_tensors() as opened:
-        found = _of_whole_model(opened)
+        found = _without_extra_layers(_of_whole_model(opened), config)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)
@@ -134,6 +135,14 @@ def _of_whole_model(found: Tensors) -> Tensors:
     if any(name.startswith(BASE) for name in found):
         return found
     return {name if name == HEAD else BASE + name: tensor for name, tensor in found.items()}
+
+
+def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:
+    if not model_family(config.architecture).extra_layers:
+        return found
+    extra = re.compile(r"model\.layers\.(\d{1,6})\.")
+    numbers = {name: int(match[1]) for name in found if (match := extra.match(name))}
+    return {name: tensor for name, tensor in found.items() if numbers.get(name, 0) < config.num_layers}
 
 
 def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored]:

@@ -18,7 +18,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     count: experts of a layer. per_token: those that compute one token. intermediate_size: of one expert.
     normalized: the probabilities of a token's experts are divided by their sum.
     dense_layers: indices of the layers that have an MLP instead.
-    alpha, limit: of the bounded SwiGLU of gpt-oss; other families do not look at them.
+    scale: probabilities are multiplied by it. shared_intermediate_size: of an MLP beside the experts for all tokens; 0:
+        there is none.
+    alpha, limit: of the bounded SwiGLU of gpt-oss. Families look at no more of these than they have.
     """
 
     count: int
@@ -26,6 +28,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     normalized: bool = True
     dense_layers: tuple[int, ...] = ()
+    scale: float = 1.0
+    shared_intermediate_size: int = 0
     alpha: float = 1.0
     limit: float = math.inf
 

@@ -53,8 +53,8 @@ class SelfAttention:
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
         if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset)
-            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset)
+            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset, self.qkv.order)
+            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset, self.qkv.order)
         return found
 
     def allocate(self, packing: Packing) -> None:

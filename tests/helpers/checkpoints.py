@@ -55,7 +55,8 @@ def make_checkpoint(
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():  # transformers starts norms at one and biases at zero
+        # transformers starts norms at one and biases at zero
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("norm.weight", "bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")

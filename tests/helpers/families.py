@@ -26,6 +26,14 @@ GRANITE4 = {
     "shared_intermediate_size": 80,
     "mamba_n_heads": 4,
 }
+GLM4_MOE = {
+    "family": "glm4_moe",
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.7,
+}
 
 
 def longrope(original: int, pairs: int) -> dict[str, Any]:
@@ -94,6 +102,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 7,
     },
+    "glm4": {"family": "glm4", "head_dim": 16, "pad_token_id": 0},
+    "glm4-whole-heads-sharded": {
+        **partial({"rope_parameters": LLAMA3}, 1.0),
+        "family": "glm4",
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "attention_bias": False,
+        "sharded": True,
+    },
+    "glm4-moe": {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2},
+    "glm4-moe-other-router": {**GLM4_MOE, "norm_topk_prob": False, "first_k_dense_replace": 2},
     "granite": {"family": "granite", **MULTIPLIERS},
     "granite-biases-tied": {
         "family": "granite",

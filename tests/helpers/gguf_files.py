@@ -17,6 +17,8 @@ from tests.helpers.gguf_quantizers import fitting, quantize
 NAMES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
@@ -103,7 +105,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gpt_oss", "mixtral", "qwen3_moe"):
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.model_type in ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
@@ -138,7 +146,8 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
     config: Any = model.config
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES[config.model_type]]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    biases = (each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
         router = name.endswith((".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"))
@@ -155,7 +164,9 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
             for part, half in zip(("gate", "up"), halves, strict=True):
                 yield f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}", half, kind
             continue
-        found = names.get_name(name.replace("proj_bias", "proj.bias"), (".weight", ".bias"))
+        found = names.get_name(
+            name.replace("proj_bias", "proj.bias").replace("correction_bias", "correction.bias"), (".weight", ".bias")
+        )
         assert found is not None, name
         found += "" if found.endswith((".weight", ".bias")) else ".weight"
         if NAMES[config.model_type] in PERMUTED and ".attn_q." in found:

@@ -314,6 +314,8 @@ def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], m
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters has rope_type, beside those of full_",
         ),
+        ("glm4-moe", {"n_group": 2}, "n_group is 2 and topk_group 1: experts are chosen by group"),
+        ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0: an MLP for all tokens of 0 columns"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),

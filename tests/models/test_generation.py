@@ -31,6 +31,8 @@ CASES = (
     "qwen3-named-windows",
     "qwen3-moe",
     "smollm3",
+    "glm4",
+    "glm4-moe",
     "granite",
     "granite4",
     "olmo2",

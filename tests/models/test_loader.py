@@ -20,6 +20,7 @@ from kvllm.models.config import load_model_config
 from kvllm.models.loader import load_model
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit, make_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
 
 STATUS = Path("/proc/self/status")
@@ -202,6 +203,16 @@ def test_a_single_shard(tmp_path: Path, qwen3: Path) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
     shutil.copy(qwen3 / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
     expected, found = (PagedModel(*load(path)).logits({0: tokens(10)}) for path in (qwen3, tmp_path))
+    assert torch.equal(expected, found)
+
+
+def test_layers_that_predict_later_tokens_are_not_loaded(tmp_path: Path) -> None:
+    """Those of a family that has some; of others, they are unknown."""
+    make_checkpoint(tmp_path / "source", **FAMILIES["glm4-moe"])
+    later = {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.mlp.gate.weight": torch.ones(8, 64)}
+    (tmp_path / "target").mkdir()
+    copy_checkpoint(tmp_path / "source", tmp_path / "target", lambda tensors: tensors.update(later))
+    expected, found = (PagedModel(*load(tmp_path / name)).logits({0: tokens(10)}) for name in ("source", "target"))
     assert torch.equal(expected, found)
 
 

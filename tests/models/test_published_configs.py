@@ -81,6 +81,19 @@ OLMO: dict[str, Any] = {
     "vocab_size": 100352,
 }
 
+GLM: dict[str, Any] = {
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}
+
 
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
@@ -321,6 +334,40 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 40,
         "num_local_experts": 64,
     },
+    "GLM-4-9B-0414": {
+        **GLM,
+        "architectures": ["Glm4ForCausalLM"],
+        "intermediate_size": 13696,
+        "max_position_embeddings": 32768,
+        "model_type": "glm4",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000.0,
+    },
+    "GLM-4.5-Air": {
+        **GLM,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "first_k_dense_replace": 1,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
     "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
     "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
@@ -341,6 +388,8 @@ SUPPORTED = {
     "OLMo-2-1124-7B": (32, 32, 32, 128, False, "float32"),
     "Olmo-3-1025-7B": (32, 32, 32, 128, False, "bfloat16"),
     "granite-3.3-2b-instruct": (40, 32, 8, 64, True, "bfloat16"),
+    "GLM-4-9B-0414": (40, 32, 2, 128, False, "bfloat16"),
+    "GLM-4.5-Air": (46, 96, 8, 128, False, "bfloat16"),
     "SmolLM3-3B": (36, 16, 4, 128, True, "bfloat16"),
 }
 REFUSED = {
@@ -375,13 +424,14 @@ def test_supported(tmp_path: Path, name: str) -> None:
     c = load_model_config(tmp_path)
     found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
     assert found == SUPPORTED[name]
-    assert c.qkv_bias == name.startswith(("Qwen2", "gpt"))
+    assert c.qkv_bias == name.startswith(("Qwen2", "gpt", "GLM"))
     assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
     assert c.rope.theta == PUBLISHED[name]["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
     assert c.max_position_embeddings == PUBLISHED[name]["max_position_embeddings"]  # with the scaling already
-    assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
+    eos = PUBLISHED[name]["eos_token_id"]
+    assert c.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
 
 
 @pytest.mark.parametrize("name", REFUSED)

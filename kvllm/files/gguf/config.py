@@ -40,8 +40,8 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are scaled by their hidden size, which the metadata does not say."""
 DENSE = re.compile(r"blk\.(\d{1,6})\.ffn_gate\.weight")
 """What a layer without experts has."""
-SOFTMAX = 1
-"""The number of the function of routers whose experts are computed."""
+SOFTMAX, SIGMOID = 1, 2
+"""Numbers of the functions of routers."""
 
 
 class Metadata:
@@ -171,6 +171,34 @@ def llama(data: Metadata) -> dict[str, Any]:
     }
 
 
+def glm4(data: Metadata) -> dict[str, Any]:
+    config = base_config(data)
+    return config | {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
+    }
+
+
+def glm4_moe(data: Metadata) -> dict[str, Any]:
+    config = base_config(data, ("expert_shared_count", "expert_weights_scale", "nextn_predict_layers"))
+    _check_router(data, SIGMOID)
+    return config | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "num_hidden_layers": config["num_hidden_layers"] - data.number("nextn_predict_layers", 0),
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
+        "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
+        "n_routed_experts": data.number("expert_count"),
+        "n_shared_experts": data.number("expert_shared_count"),
+        "num_experts_per_tok": data.number("expert_used_count"),
+        "moe_intermediate_size": data.number("expert_feed_forward_length"),
+        "norm_topk_prob": data.values.get("glm4moe.expert_weights_norm", False),
+        "routed_scaling_factor": data.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": data.number("leading_dense_block_count", 0),
+    }
+
+
 def granite(data: Metadata) -> dict[str, Any]:
     keys = {
         "attention.scale": "attention_multiplier",
@@ -291,11 +319,12 @@ def _layer_types(pattern: np.ndarray) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _check_router(data: Metadata) -> None:
-    function = data.number("expert_gating_func", SOFTMAX)
-    if function not in (0, SOFTMAX):
+def _check_router(data: Metadata, computed: int = SOFTMAX) -> None:
+    function = data.number("expert_gating_func", computed)
+    if function not in (0, computed):
         raise CheckpointError(
-            f"{data.architecture}.expert_gating_func is {function}: kvllm computes {SOFTMAX}, softmax"
+            f"{data.architecture}.expert_gating_func is {function}: kvllm computes {computed}, of "
+            f"{SOFTMAX}, softmax, and {SIGMOID}, sigmoid"
         )
 
 
