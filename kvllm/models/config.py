@@ -16,6 +16,7 @@ from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.models import MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
+from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.rope import Rope, TopKeys, read_rope
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
@@ -43,7 +44,7 @@ MOST_KV_NUMBERS = 1 << 22
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model, as kvllm computes it.
 
-    architecture: a key of `kvllm.models.MODELS`.
+    architecture: a key of `kvllm.models.MODELS`. text_of: that of a multimodal checkpoint whose text model it is.
     num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
     weight_format: None unless the checkpoint is quantized.
     layers: the options of each layer's attention; none: all attend all earlier tokens, with a plain softmax.
@@ -97,6 +98,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    text_of: str | None = None
 
     @property
     def mlp_columns(self) -> dict[str, int]:
@@ -153,6 +155,7 @@ class ConfigKeys(TopKeys, kw_only=True):
     kv_sharing_modes: list[str] | None = None
     per_layer_config: Any = None
     quantization_config: dict[str, Any] | None = None
+    text_of: str | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     bos_token_id: int | None = None
@@ -173,13 +176,12 @@ def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> Mo
     be, or asks for a feature that kvllm does not compute.
     """
     checkpoint = open_checkpoint(path)
-    raw = checkpoint.config() | (overrides or {})
     try:
         generation = msgspec.convert(checkpoint.generation_config(), _GenerationConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
     try:
-        return _model_config(raw, generation)
+        return _model_config(text_config(checkpoint.config()) | (overrides or {}), generation)
     except (CheckpointError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{checkpoint.config_file}: {error}") from error
 
@@ -224,6 +226,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         "dtype": _dtype(keys),
         "bos_token_id": keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
         "eos_token_ids": _eos_token_ids(keys, generation),
+        "text_of": keys.text_of,
     }
     config = ModelConfig(**common | fields)
     _check_totals(config)
@@ -242,7 +245,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     reason = "".join(f", which has {each}" for each in reasons if each)
     raise CheckpointError(
         f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}{reason}: kvllm runs "
-        f"{', '.join(MODELS)}"
+        f"{', '.join(MODELS)}, and the text models of {', '.join(TEXT_TYPES)}"
     )
 
 

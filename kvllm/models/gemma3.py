@@ -18,6 +18,9 @@ class FullRopeKeys(TopKeys, kw_only=True):
 class Gemma3Keys(GemmaKeys, kw_only=True):
     SCALED = True
 
+    vocab_size: int = 262208
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 131072
     rope_local_base_freq: float | None = None
     sliding_window_pattern: int | None = None
 

@@ -22,6 +22,7 @@ from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
+from kvllm.models.multimodal import text_tensors
 from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
 from kvllm.models.weights import PACKABLE_DTYPES, LinearWeight, MatrixRows, Packing, strips
@@ -53,7 +54,8 @@ def load_model(
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.open_tensors() as opened:
-        found = _without_extra_layers(_of_whole_model(opened), config)
+        found = _of_whole_model(text_tensors(opened) if config.text_of else opened)
+        found = _without_extra_layers(found, config)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)

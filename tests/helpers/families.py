@@ -34,6 +34,11 @@ GLM4_MOE = {
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.7,
 }
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VL = {
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+}
 
 
 def longrope(original: int, pairs: int) -> dict[str, Any]:
@@ -152,6 +157,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": [SLIDING, FULL, SLIDING],
         "rope_parameters": {FULL: {**LINEAR, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "gemma3-images": {
+        "family": "gemma3",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+    },
+    "mistral3-images": {
+        "family": "mistral3",
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+    "qwen2-vl": {"family": "qwen2_vl", **QWEN_VL, "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64}},
+    "qwen25-vl": {
+        "family": "qwen2_5_vl",
+        **QWEN_VL,
+        "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 24,
+        },
+    },
+    "qwen3-vl": {
+        "family": "qwen3_vl",
+        **QWEN_VL,
+        "head_dim": 16,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 24,
+        },
     },
     "gpt-oss": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "rope_parameters": OSS_YARN},
     "gpt-oss-sharded": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "sharded": True},

@@ -316,6 +316,11 @@ def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], m
         ),
         ("glm4-moe", {"n_group": 2}, "n_group is 2 and topk_group 1: experts are chosen by group"),
         ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0: an MLP for all tokens of 0 columns"),
+        (
+            "mistral3-images",
+            {"text_config": {"model_type": "mamba"}},
+            "text_config has model_type 'mamba': of Mistral3F",
+        ),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),

@@ -370,7 +370,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
     "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
-    "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
+    "InternVL3-1B-hf": {"architectures": ["InternVLForConditionalGeneration"]},
 }
 SUPPORTED = {
     "Llama-3.2-1B": (16, 32, 8, 64, True, "float32"),
@@ -396,7 +396,7 @@ REFUSED = {
     "granite-4.0-h-tiny": "layer_types has 'mamba', which kvllm does not support: all layers must have attention",
     "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
     "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM, which has linear attention",
-    "gemma-3-12b-it": "Gemma3ForConditionalGeneration, which has images or sound beside text",
+    "InternVL3-1B-hf": "InternVLForConditionalGeneration, which has images or sound beside text",
 }
 WINDOWS = {
     "Mistral-7B-v0.1": {4096},
@@ -439,3 +439,116 @@ def test_refused(tmp_path: Path, name: str) -> None:
     write_config(tmp_path, name)
     with pytest.raises(CheckpointError, match=REFUSED[name]):
         load_model_config(tmp_path)
+
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "Mistral-Small-3.1-24B-Instruct-2503": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen2.5-VL-7B-Instruct": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {"depth": 32, "hidden_size": 1280},
+        "vocab_size": 152064,
+    },
+    "Qwen3-VL-4B-Instruct-FP8": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.visual.blocks.0.attn.proj", "visual.merger.linear_fc1"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "text_config": {
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": True,
+    },
+}
+TEXTS = {
+    "gemma-3-4b-it": ("Gemma3ForCausalLM", 34, 8, 4, 256, True, 1e6, (1, 106)),
+    "Mistral-Small-3.1-24B-Instruct-2503": ("MistralForCausalLM", 40, 32, 8, 128, False, 1e9, ()),
+    "Qwen2.5-VL-7B-Instruct": ("Qwen2ForCausalLM", 28, 28, 4, 128, False, 1e6, (151645,)),
+    "Qwen3-VL-4B-Instruct-FP8": ("Qwen3ForCausalLM", 36, 32, 8, 128, True, 5e6, (151645,)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MULTIMODAL[name]))
+    c = load_model_config(tmp_path)
+    sizes = (c.architecture, c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings)
+    assert (*sizes, c.rope.theta, c.eos_token_ids) == TEXTS[name]
+    assert c.dtype == "bfloat16" and [c.text_of] == MULTIMODAL[name]["architectures"]
+    assert (c.weight_format is not None) == name.endswith("FP8")
+    assert load_model_config(tmp_path, {"max_position_embeddings": 512}).max_position_embeddings == 512
