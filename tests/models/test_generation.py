@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ CASES = (
     "phi4-mini",
     "gemma2",
     "gemma3",
+    "gemma3-images",
     "gpt-oss",
 )
 COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4}
@@ -109,7 +111,7 @@ def compressed_tokens(llm: LLM) -> list[list[int]]:
 @families("llama-biases", "qwen3-named-windows", "gemma2", "gpt-oss")
 def test_compression(checkpoint: Path) -> None:
     """Logits are those of transformers, whose full layers attend what survived; two ranks give the same tokens."""
-    windows = [layer.window for layer in load_model_config(checkpoint).layers] or [None] * 3
+    windows = load_model_config(checkpoint).windows
     if None not in windows:
         pytest.skip("layers with a window are not compressed")
     method = "kara" if set(windows) == {None} else "keydiff"  # which needs no queries again
@@ -147,7 +149,7 @@ def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> Non
         make_llm(tmp_path, **options, max_model_len=100)
 
 
-def with_windows(visible: torch.Tensor, windows: list[int | None]) -> torch.Tensor:
+def with_windows(visible: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:
     """What full layers see -> what all see: `[layers, kv_heads, tokens, positions]`."""
     full, rows = iter(visible), torch.arange(visible.shape[-1])
     seen = [rows > rows[:, None] - window if window else next(full) for window in windows]
