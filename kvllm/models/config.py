@@ -14,9 +14,11 @@ import msgspec
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
+from kvllm.files.directory import some
 from kvllm.models import MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
 from kvllm.models.multimodal import TEXT_TYPES, text_config
+from kvllm.models.nearest import nearest_family
 from kvllm.models.rope import Rope, TopKeys, read_rope
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
@@ -245,7 +247,31 @@ def _architecture(raw: dict[str, Any]) -> str:
     reason = "".join(f", which has {each}" for each in reasons if each)
     raise CheckpointError(
         f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}{reason}: kvllm runs "
-        f"{', '.join(MODELS)}, and the text models of {', '.join(TEXT_TYPES)}"
+        f"{', '.join(MODELS)}, and the text models of {', '.join(TEXT_TYPES)}{_nearest(raw)}"
+    )
+
+
+def _nearest(raw: dict[str, Any]) -> str:
+    """The family that is most like a config that is refused, and what differs."""
+
+    text = raw.get("text_config")
+    config = raw | (text if isinstance(text, dict) else {})
+
+    def refusal(name: str) -> str | None:
+        try:
+            _model_config({**config, "architectures": [name], "model_type": None}, _GenerationConfig())
+        except (CheckpointError, msgspec.ValidationError) as error:
+            return str(error)
+        return None
+
+    nearest = nearest_family(config, refusal)
+    if nearest is None:
+        return ""
+    reasons = [f"it does not read {some(nearest.unread)}"] if nearest.unread else []
+    reasons += [nearest.refusal] if nearest.refusal else []
+    return (
+        f". By config.json, the nearest is {nearest.name}: {'; '.join(reasons) or 'it reads all keys'}. Whether they "
+        "are one, only their code says: docs/add-a-model.md"
     )
 
 

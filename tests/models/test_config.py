@@ -305,6 +305,28 @@ def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
+    "family, message",
+    [
+        ("arcee", "the nearest is M.*: hidden_act is 'relu2' instead of 'silu', which kvllm does not support"),
+        ("gemma", "the nearest is Gemma2ForCausalLM: it reads all keys. Whether they are one, only their code says"),
+        ("granitemoe", "the nearest is GraniteForCausalLM: it does not read num_local_experts, num_experts_per_tok"),
+        ("qwen2_moe", "the nearest is Qwen3MoeForCausalLM: it does not read shared_expert_intermediate_size, qkv_bias"),
+        ("deepseek_v3", "has multi-head latent .*nearest is Glm4MoeForCausalLM: it does not read .*; n_group is 8 and"),
+        ("llava", "has images .* nearest is .*: it "),
+    ],
+)
+def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: str, message: str) -> None:
+    """As transformers writes it, all keys with their defaults."""
+    config = AutoConfig.for_model(family)
+    config.architectures = [
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), transformers.LlavaForConditionalGeneration).__name__
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(CheckpointError, match=rf"unsupported architecture .*{message}"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
     "family, changes, message",
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, but num_hidden_layers is 5"),
