@@ -30,6 +30,7 @@ MODELS = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 
+TWO_SIZES = "heads of one size in layers with a window and of another in those without"
 NOT_COMPUTED = {
     "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
     "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
@@ -41,15 +42,16 @@ NOT_COMPUTED = {
     "JambaForCausalLM": "state spaces",
     "Qwen3NextForCausalLM": "linear attention",
     "Gemma3nForCausalLM": "layers that share KV pairs",
+    "Gemma4ForCausalLM": TWO_SIZES,
+    "Gemma4ForConditionalGeneration": TWO_SIZES,
 }
 """What well-known architectures have that kvllm does not compute."""
 
 
 def what_is_not_computed(architecture: str) -> str | None:
     """What kvllm does not compute of an architecture that is not in MODELS; None if that is not known."""
-    if architecture.endswith("ForConditionalGeneration"):
-        return "images or sound beside text"
-    return NOT_COMPUTED.get(architecture)
+    is_multimodal = architecture.endswith("ForConditionalGeneration")
+    return NOT_COMPUTED.get(architecture, "images or sound beside text" if is_multimodal else None)
 
 
 def model_family(architecture: str) -> Family:

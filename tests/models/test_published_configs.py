@@ -370,6 +370,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
     "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
+    "gemma-4-31B-it": {"architectures": ["Gemma4ForConditionalGeneration"]},
     "InternVL3-1B-hf": {"architectures": ["InternVLForConditionalGeneration"]},
 }
 SUPPORTED = {
@@ -396,6 +397,7 @@ REFUSED = {
     "granite-4.0-h-tiny": "layer_types has 'mamba', which kvllm does not support: all layers must have attention",
     "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
     "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM, which has linear attention",
+    "gemma-4-31B-it": "Gemma4ForConditionalGeneration, which has heads of one size in layers with a window and of an",
     "InternVL3-1B-hf": "InternVLForConditionalGeneration, which has images or sound beside text",
 }
 WINDOWS = {
