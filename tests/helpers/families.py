@@ -173,6 +173,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
     },
+    "ministral3-images": {
+        "family": "mistral3",
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN, **MINISTRAL3},
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
     "qwen2-vl": {"family": "qwen2_vl", **QWEN_VL, "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64}},
     "qwen25-vl": {
         "family": "qwen2_5_vl",

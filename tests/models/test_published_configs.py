@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvllm.entrypoints.cli import main
 from kvllm.errors import CheckpointError
 from kvllm.models.config import load_model_config
 
@@ -554,3 +555,24 @@ def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> Non
     assert c.dtype == "bfloat16" and [c.text_of] == MULTIMODAL[name]["architectures"]
     assert (c.weight_format is not None) == name.endswith("FP8")
     assert load_model_config(tmp_path, {"max_position_embeddings": 512}).max_position_embeddings == 512
+
+
+WEIGHTS = {
+    "SmolLM3-3B": 3.075e9,
+    "OLMo-2-1124-7B": 7.299e9,
+    "Olmo-3-1025-7B": 7.298e9,
+    "granite-3.3-2b-instruct": 2.534e9,
+    "GLM-4-9B-0414": 9.400e9,
+    "GLM-4.5-Air": 106.85e9,
+    "gemma-3-4b-it": 3.880e9,
+    "Qwen2.5-VL-7B-Instruct": 7.616e9,
+}
+"""Weights of published models, of those with images the text's."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_plan_counts_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    config = {key: value for key, value in (PUBLISHED | MULTIMODAL)[name].items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["plan", str(tmp_path), "--dtype", "bfloat16", "--json"])
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] / 2 == pytest.approx(WEIGHTS[name], rel=1e-3)
