@@ -48,13 +48,11 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
+  m.def("make_decoder(Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps) -> Tensor");
   m.def(
-      "make_decoder(Tensor cos_sin, Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps) -> "
-      "Tensor");
-  m.def(
-      "add_decoder_layer(Tensor decoder, Tensor input_norm, Tensor qkv, Tensor? qkv_scales, Tensor? qkv_bias, Tensor? "
-      "q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor post_attention_norm, Tensor gate_up, Tensor? "
-      "gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
+      "add_decoder_layer(Tensor decoder, Tensor cos_sin, Tensor input_norm, Tensor qkv, Tensor? qkv_scales, Tensor? "
+      "qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor post_attention_norm, Tensor "
+      "gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor[] slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "

@@ -17,6 +17,7 @@ const void* data_or_null(const std::optional<Tensor>& tensor) { return tensor ? 
 
 struct Layer {
   std::vector<Tensor> owned;
+  const float* cos_sin;
   const void* input_norm;
   PackedMatrix qkv;
   const void* qkv_bias;
@@ -53,7 +54,8 @@ struct Decoder {
   int query_heads, kv_heads, head_dim;
   int64_t hidden_size, inner_size;
   float eps;
-  Tensor cos_sin, final_norm;
+  Tensor final_norm;
+  int64_t positions = 0;  // that the tables of rotations have
   std::vector<Layer> layers{};
   Buffer normalized{}, operands{}, qkv{}, attended{}, projected{}, gate_up{}, activated{};
 
@@ -254,9 +256,8 @@ class Pass {
 
   // Normalizes and rotates the heads of queries, and of `kv_heads` keys behind them, in rows of `width`.
   void rotate(const Layer& layer, char* heads, int64_t width, int kv_heads) {
-    const Rotary rotary{heads,          width,    positions_,  d_.cos_sin.const_data_ptr<float>(),
-                        d_.query_heads, kv_heads, d_.head_dim, layer.query_norm,
-                        layer.key_norm, d_.eps};
+    const Rotary rotary{heads,    width,       positions_,       layer.cos_sin,  d_.query_heads,
+                        kv_heads, d_.head_dim, layer.query_norm, layer.key_norm, d_.eps};
     each_row(width, [&](int64_t begin, int64_t end) { kernels_.rotary(rotary, begin, end); });
   }
 
@@ -389,7 +390,7 @@ AttentionShape check_pass(const Decoder& decoder, const PassTensors& of) {
   check_of_layers(of.tables.places, "layer_places", decoder, of.key_cache.size(0));
   check_of_layers(of.tables.windows, "sliding_windows", decoder, INT64_MAX);
   check_indices(of.positions, "positions", of.rows());
-  check_positions(of.positions.const_data_ptr<int64_t>(), of.rows(), decoder.cos_sin.size(0));
+  check_positions(of.positions.const_data_ptr<int64_t>(), of.rows(), decoder.positions);
   STD_TORCH_CHECK(of.packed_len.has_value() == of.head_lengths.has_value(), "packed_len and head_lengths go together");
   if (of.head_lengths) {
     check_contiguous(*of.head_lengths, "head_lengths", 3);
@@ -434,13 +435,9 @@ CachedLayers cached_layers(const AttentionShape& shape, const PassTensors& of, c
 
 }  // namespace
 
-Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
-                    int64_t head_dim, double eps) {
+Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps) {
   kernels_for(final_norm, "final_norm");
   check_contiguous(final_norm, "final_norm", 1);
-  check_contiguous(cos_sin, "cos_sin", 2);
-  check_dtype(cos_sin, "cos_sin", ScalarType::Float);
-  check_size(cos_sin, "cos_sin", 1, head_dim);
   auto* decoder = new Decoder{
       .magic = kMagic,
       .dtype = final_norm.scalar_type(),
@@ -450,15 +447,14 @@ Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t que
       .hidden_size = final_norm.size(0),
       .inner_size = 0,
       .eps = static_cast<float>(eps),
-      .cos_sin = cos_sin,
       .final_norm = final_norm,
   };
   const auto free = [](void* memory) { delete static_cast<Decoder*>(memory); };
-  return torch::stable::from_blob(decoder, {static_cast<int64_t>(sizeof(Decoder))}, {1}, cos_sin.device(),
+  return torch::stable::from_blob(decoder, {static_cast<int64_t>(sizeof(Decoder))}, {1}, final_norm.device(),
                                   ScalarType::Byte, free);
 }
 
-void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Tensor& qkv,
+void add_decoder_layer(const Tensor& tensor, const Tensor& cos_sin, const Tensor& input_norm, const Tensor& qkv,
                        const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
                        const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
                        const Tensor& output, const std::optional<Tensor>& output_scales,
@@ -471,13 +467,20 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Ten
     check_dtype(vector, name, decoder.dtype);
     check_size(vector, name, 0, size);
   };
+  check_contiguous(cos_sin, "cos_sin", 2);
+  check_dtype(cos_sin, "cos_sin", ScalarType::Float);
+  check_size(cos_sin, "cos_sin", 1, decoder.head_dim);
+  STD_TORCH_CHECK(decoder.layers.empty() || decoder.positions == cos_sin.size(0), "cos_sin has ", cos_sin.size(0),
+                  " positions, not ", decoder.positions, " as in the layers before");
+  decoder.positions = cos_sin.size(0);
   check_vector(input_norm, "input_norm", decoder.hidden_size);
   check_vector(post_attention_norm, "post_attention_norm", decoder.hidden_size);
   if (qkv_bias) check_vector(*qkv_bias, "qkv_bias", decoder.qkv_size());
   if (query_norm) check_vector(*query_norm, "query_norm", decoder.head_dim);
   if (key_norm) check_vector(*key_norm, "key_norm", decoder.head_dim);
   Layer layer{
-      .owned = {input_norm, qkv, output, post_attention_norm, gate_up, down},
+      .owned = {cos_sin, input_norm, qkv, output, post_attention_norm, gate_up, down},
+      .cos_sin = cos_sin.const_data_ptr<float>(),
       .input_norm = input_norm.data_ptr(),
       .qkv = PackedMatrix(qkv, qkv_scales, decoder.qkv_size()),
       .qkv_bias = data_or_null(qkv_bias),

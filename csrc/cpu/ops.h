@@ -90,9 +90,8 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
                      const std::optional<Tensor>& bias, int64_t out_features);
 
 // An opaque tensor that holds a decoder without layers, and is freed with it.
-Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
-                    int64_t head_dim, double eps);
-void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Tensor& qkv,
+Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps);
+void add_decoder_layer(const Tensor& decoder, const Tensor& cos_sin, const Tensor& input_norm, const Tensor& qkv,
                        const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
                        const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
                        const Tensor& output, const std::optional<Tensor>& output_scales,

@@ -13,8 +13,8 @@ from kvllm.attention.layer import PLAIN
 from kvllm.compression.mass import Softmax
 from kvllm.errors import CheckpointError
 from kvllm.models.config import load_model_config
-from kvllm.models.elementwise import rms_norm
 from kvllm.models.loader import load_model
+from kvllm.models.parts import normalized
 from kvllm.models.rotary import rotary_frequencies
 from kvllm.parallel import SingleRank
 
@@ -55,7 +55,7 @@ class DenseModel:
         """What each layer has of a text, and the normalized hidden states `[T, hidden_size]` after the last."""
         positions = torch.arange(len(token_ids), device=self.device)
         residual = self.model.embedding.forward(torch.tensor(token_ids, device=self.device))
-        x, runs = rms_norm(residual, self.norms[0], self.model.eps), []
+        x, runs = normalized(residual, self.norms[0], self.model.eps), []
         for i, layer in enumerate(self.layers):
             queries, keys, values = layer.attention.project(x, positions)
             runs.append(LayerRun(residual.clone(), queries, keys, values))

@@ -10,6 +10,7 @@ import torch
 from kvllm.calibration.dense import DenseModel
 from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics
+from kvllm.models.rotary import check_one_rotation
 
 OUTLIERS = 4
 """First tokens of a text that are left out: the attention sinks."""
@@ -40,8 +41,12 @@ class Sums:
 
 @torch.inference_mode()
 def query_statistics(model: DenseModel, texts: Iterable[list[int]]) -> QueryStatistics:
-    """Statistics of the queries over texts given as token ids, `[layers, Hq, ...]`. Each has more than OUTLIERS."""
+    """Statistics of the queries over texts given as token ids, `[layers, Hq, ...]`. Each has more than OUTLIERS.
+
+    Raises ConfigError as `check_one_rotation`.
+    """
     config = model.config
+    check_one_rotation(config, config.windows)
     sums = [Sums(config.num_query_heads, config.head_dim, model.device) for _ in range(config.num_layers)]
     for token_ids in texts:
         positions = torch.arange(OUTLIERS, len(token_ids), device=model.device)

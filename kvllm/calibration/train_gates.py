@@ -28,7 +28,7 @@ from kvllm.comparison.texts import Text
 from kvllm.compression.gates import Gates, gate_inputs, write_gates
 from kvllm.config import require
 from kvllm.models.config import load_model_config
-from kvllm.models.rotary import channel_order, rotary_frequencies
+from kvllm.models.rotary import channel_order, check_one_rotation, rotary_frequencies
 
 # Attention that a function changes, in a model of transformers: what it would predict, if KV pairs were gone or faded
 
@@ -196,6 +196,7 @@ class Trainer:
     def __init__(self, path: Path, settings: Settings, longest: int) -> None:
         self.settings = settings
         config = load_model_config(path)
+        check_one_rotation(config, config.windows)
         self.frequencies = rotary_frequencies(config, longest)
         order = channel_order(config)
         self.order = slice(None) if order is None else order

@@ -117,8 +117,7 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
     """The lines of the page that people read."""
     model = plan.model
     kv_dtype = "" if plan.config.kv_cache_dtype == "auto" else f", KV cache in {plan.config.kv_cache_dtype}"
-    layers = model.num_layers + (len(model.recurrent.indices) if model.recurrent else 0)
-    yield f"{model.architecture}, {layers} layers, {plan.dtype}{kv_dtype}"
+    yield f"{model.architecture}, {model.num_decoder_layers} layers, {plan.dtype}{kv_dtype}"
     weights = f"{plan.weights_bytes / GIB:,.2f} GiB"
     if plan.num_ranks > 1:
         weights += f", {plan.rank_weights_bytes / GIB:,.2f} GiB on each of {plan.num_ranks} ranks"

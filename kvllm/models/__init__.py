@@ -11,12 +11,18 @@ if TYPE_CHECKING:
 MODELS = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",
     "MinistralForCausalLM": "ministral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -24,8 +30,10 @@ MODELS = {
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 
+TWO_SIZES = "heads of one size in layers with a window and of another in those without"
 NOT_COMPUTED = {
     "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
     "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
@@ -36,15 +44,16 @@ NOT_COMPUTED = {
     "FalconH1ForCausalLM": "state spaces",
     "JambaForCausalLM": "state spaces",
     "Gemma3nForCausalLM": "layers that share KV pairs",
+    "Gemma4ForCausalLM": TWO_SIZES,
+    "Gemma4ForConditionalGeneration": TWO_SIZES,
 }
 """What well-known architectures have that kvllm does not compute."""
 
 
 def what_is_not_computed(architecture: str) -> str | None:
     """What kvllm does not compute of an architecture that is not in MODELS; None if that is not known."""
-    if architecture.endswith("ForConditionalGeneration"):
-        return "images or sound beside text"
-    return NOT_COMPUTED.get(architecture)
+    is_multimodal = architecture.endswith("ForConditionalGeneration")
+    return NOT_COMPUTED.get(architecture, "images or sound beside text" if is_multimodal else None)
 
 
 def model_family(architecture: str) -> Family:

@@ -16,9 +16,8 @@ import torch
 from kvllm.attention.context import Attention
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
-from kvllm.models.elementwise import rms_norm
 from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
-from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, TokenMixer, norm_weight
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, TokenMixer, norm_weight, normalized
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -56,9 +55,10 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.eps = config.rms_norm_eps
+        self.eps = config.residual_eps
         self.norm_offset = config.norm_offset
         self.logit_cap = config.logit_cap
+        self.logit_divisor = config.logit_divisor
         attending = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
         self.num_query_heads = attending[0].qkv.num_query_heads
         self.num_kv_heads = attending[0].qkv.num_kv_heads
@@ -117,9 +117,9 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
         """`[R, hidden_size]` -> float32 `[R, vocab_size]`, or with `rounded` in the dtype that the head computes in."""
         logits = self.lm_head.forward(hidden)
-        if rounded and self.logit_cap is None:
+        if rounded and self.logit_cap is None and self.logit_divisor == 1:
             return logits
-        logits = logits.float()
+        logits = logits.float() if self.logit_divisor == 1 else logits.float() / self.logit_divisor
         return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
     def recompute_queries(
@@ -156,7 +156,7 @@ class Decoder:
         With it, they are in the cache already, and nothing is computed after the last layer's queries.
         """
         residual = self.embedding.forward(token_ids)
-        x = rms_norm(residual, self.layers[0].input_norm, self.eps)
+        x = normalized(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if visit is None:
@@ -200,14 +200,15 @@ def build_decoder(
     make_layer: called for each layer with the arguments of DecoderLayer.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
-    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, config.embedding_scale)
+    scales = (config.embedding_scale, config.residual_multiplier)
+    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, *scales)
     cos_sin = rotary_table(config, max_model_len, device)
-    sliding = cos_sin
-    if config.sliding_rope is not None:
-        sliding = rotary_table(config, max_model_len, device, config.sliding_rope)
+    second = cos_sin
+    if config.second_rope is not None:
+        second = rotary_table(config, max_model_len, device, config.second_rope)
     arguments = (config, shard, dtype, device)
     mixers: list[TokenMixer] = [
-        make_attention(*arguments, sliding if number in config.sliding_rope_layers else cos_sin)
+        make_attention(*arguments, second if number in config.second_rope_layers else cos_sin)
         for number in range(config.num_layers)
     ]
     if config.recurrent is not None and make_recurrent is not None:
@@ -231,6 +232,7 @@ class Family:
         CheckpointError for what the family does not compute.
     build: called with the arguments of `build_decoder`.
     hidden_act: the only value of that key that the family computes.
+    extra_layers: checkpoints may have layers after the last, or `mtp`, which predict later tokens. They are not loaded.
     """
 
     model_type: str
@@ -238,3 +240,4 @@ class Family:
     read: Callable[[Any], dict[str, Any]]
     build: Callable[[ModelConfig, Shard, torch.dtype, torch.device, int], Decoder]
     hidden_act: str = "silu"
+    extra_layers: bool = False

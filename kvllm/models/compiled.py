@@ -30,7 +30,7 @@ class CompiledLayers:
         self._run = operator("run_decoder")
         self._queries = operator("decoder_queries")
         self._decoder = operator("make_decoder")(
-            first.cos_sin, final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
+            final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
         )
         for layer, mlp in layers:
             self._add(layer, mlp)
@@ -39,6 +39,7 @@ class CompiledLayers:
         attention = layer.attention
         operator("add_decoder_layer")(
             self._decoder,
+            attention.cos_sin,
             layer.input_norm,
             attention.qkv.weight.packed,
             attention.qkv.weight.scales,

@@ -14,8 +14,11 @@ import msgspec
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
+from kvllm.files.directory import some
 from kvllm.models import MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
+from kvllm.models.multimodal import TEXT_TYPES, text_config
+from kvllm.models.nearest import nearest_family
 from kvllm.models.recurrent import RecurrentLayers
 from kvllm.models.rope import Rope, TopKeys, read_rope
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
@@ -44,7 +47,7 @@ MOST_KV_NUMBERS = 1 << 22
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model, as kvllm computes it.
 
-    architecture: a key of `kvllm.models.MODELS`.
+    architecture: a key of `kvllm.models.MODELS`. text_of: that of a multimodal checkpoint whose text model it is.
     num_layers: those with attention, which all that is said of layers is about, but `recurrent` and `experts`.
     num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
     weight_format: None unless the checkpoint is quantized.
@@ -54,10 +57,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: a bias is added to queries, keys and values. output_bias: to the output of attention, mlp_bias: to all
         projections of the MLP. qk_norm: heads of queries and keys are normalized before RoPE.
     fused_projections: the checkpoint has one tensor of queries, keys and values, and one of gate and up projection.
-    sliding_rope: of the layers `sliding_rope_layers`, where they have another.
+    second_rope: of the layers `second_rope_layers`, where they have another.
     norm_offset: what is added to the checkpoint's weights of norms. float32_norms: these are of float32, whatever dtype
         the model is computed in, as they are where norm_offset is not 0.
     embedding_scale: embedded tokens are multiplied by it. logit_cap: logits are bounded by it (`LayerAttention`).
+    residual_multiplier: what attention and MLP add to the residual is multiplied by it. logit_divisor: logits are
+        divided by it.
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
     recurrent: None unless other layers hold a state in the place of KV pairs.
@@ -85,18 +90,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerAttention, ...] = ()
     softmax_scale: float | None = None
     fused_projections: bool = False
-    sliding_rope: Rope | None = None
-    sliding_rope_layers: tuple[int, ...] = ()
+    second_rope: Rope | None = None
+    second_rope_layers: tuple[int, ...] = ()
     norm_offset: float = 0.0
     float32_norms: bool = False
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
     recurrent: RecurrentLayers | None = None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    text_of: str | None = None
 
     @property
     def mlp_columns(self) -> dict[str, int]:
@@ -105,22 +113,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         columns = {"MLP columns": self.intermediate_size} if dense else {}
         if self.experts is not None:
             columns["MLP columns of an expert"] = self.experts.intermediate_size
-            if self.experts.shared_size:
-                columns["MLP columns of the shared expert"] = self.experts.shared_size
+            if self.experts.shared_intermediate_size:
+                columns["MLP columns of the shared expert"] = self.experts.shared_intermediate_size
         return columns
 
     @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers with attention among all of the decoder."""
-        if self.recurrent is None:
-            return tuple(range(self.num_layers))
-        others = set(self.recurrent.indices)
-        return tuple(index for index in range(self.num_layers + len(others)) if index not in others)
+    def num_decoder_layers(self) -> int:
+        """All layers, those without attention among them."""
+        return self.num_layers + (len(self.recurrent.indices) if self.recurrent else 0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: it attends all earlier tokens."""
         return tuple(layer.window for layer in self.layers) or (None,) * self.num_layers
+
+    @property
+    def residual_eps(self) -> float:
+        """That of norms of the residual. A residual that is kept divided by the multiplier needs no multiplications,
+        and its norm is the same with this."""
+        return self.rms_norm_eps / self.residual_multiplier**2
 
     @property
     def scale(self) -> float:
@@ -159,6 +170,7 @@ class ConfigKeys(TopKeys, kw_only=True):
     kv_sharing_modes: list[str] | None = None
     per_layer_config: Any = None
     quantization_config: dict[str, Any] | None = None
+    text_of: str | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     bos_token_id: int | None = None
@@ -179,13 +191,12 @@ def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> Mo
     be, or asks for a feature that kvllm does not compute.
     """
     checkpoint = open_checkpoint(path)
-    raw = checkpoint.config() | (overrides or {})
     try:
         generation = msgspec.convert(checkpoint.generation_config(), _GenerationConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
     try:
-        return _model_config(raw, generation)
+        return _model_config(text_config(checkpoint.config()) | (overrides or {}), generation)
     except (CheckpointError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{checkpoint.config_file}: {error}") from error
 
@@ -210,27 +221,29 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
         _check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
-    fields = {"num_layers": keys.num_hidden_layers} | family.read(keys)
+    fields = family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
         refuse("mlp_bias is true: the MLP projections have a bias")
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=keys.vocab_size,
-        hidden_size=keys.hidden_size,
-        intermediate_size=keys.intermediate_size,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=keys.rms_norm_eps,
-        rope=rope,
-        max_position_embeddings=keys.max_position_embeddings,
-        tie_word_embeddings=keys.tie_word_embeddings,
-        weight_format=_weight_format(keys),
-        dtype=_dtype(keys),
-        bos_token_id=keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
-        eos_token_ids=_eos_token_ids(keys, generation),
-        **fields,
-    )
+    common: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": keys.vocab_size,
+        "hidden_size": keys.hidden_size,
+        "intermediate_size": keys.intermediate_size,
+        "num_layers": keys.num_hidden_layers,
+        "num_query_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.rms_norm_eps,
+        "rope": rope,
+        "max_position_embeddings": keys.max_position_embeddings,
+        "tie_word_embeddings": keys.tie_word_embeddings,
+        "weight_format": _weight_format(keys),
+        "dtype": _dtype(keys),
+        "bos_token_id": keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
+        "eos_token_ids": _eos_token_ids(keys, generation),
+        "text_of": keys.text_of,
+    }
+    config = ModelConfig(**common | fields)
     _check_totals(config)
     _check_token_ids(config)
     return config
@@ -247,7 +260,31 @@ def _architecture(raw: dict[str, Any]) -> str:
     reason = "".join(f", which has {each}" for each in reasons if each)
     raise CheckpointError(
         f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}{reason}: kvllm runs "
-        f"{', '.join(MODELS)}"
+        f"{', '.join(MODELS)}, and the text models of {', '.join(TEXT_TYPES)}{_nearest(raw)}"
+    )
+
+
+def _nearest(raw: dict[str, Any]) -> str:
+    """The family that is most like a config that is refused, and what differs."""
+
+    text = raw.get("text_config")
+    config = raw | (text if isinstance(text, dict) else {})
+
+    def refusal(name: str) -> str | None:
+        try:
+            _model_config({**config, "architectures": [name], "model_type": None}, _GenerationConfig())
+        except (CheckpointError, msgspec.ValidationError) as error:
+            return str(error)
+        return None
+
+    nearest = nearest_family(config, refusal)
+    if nearest is None:
+        return ""
+    reasons = [f"it does not read {some(nearest.unread)}"] if nearest.unread else []
+    reasons += [nearest.refusal] if nearest.refusal else []
+    return (
+        f". By config.json, the nearest is {nearest.name}: {'; '.join(reasons) or 'it reads all keys'}. Whether they "
+        "are one, only their code says: docs/add-a-model.md"
     )
 
 
@@ -275,7 +312,7 @@ def _refuse_unsupported(keys: ConfigKeys) -> None:
 def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
     for kind in layer_types:
         if kind not in (*keys.LAYER_TYPES, "full_attention", "attention", "sliding_attention"):
-            refuse(f"layer_types has {kind!r}")
+            refuse(f"layer_types has {kind!r}", "all layers must have attention, and none Mamba or linear attention")
     if len(layer_types) != keys.num_hidden_layers:
         raise CheckpointError(
             f"layer_types names {len(layer_types)} layers, but num_hidden_layers is {keys.num_hidden_layers}"
@@ -317,7 +354,7 @@ def _check_totals(config: ModelConfig) -> None:
     experts = config.experts
     inner = config.intermediate_size
     if experts:
-        inner += experts.count * experts.intermediate_size + experts.shared_size
+        inner += experts.count * experts.intermediate_size + experts.shared_intermediate_size
     layer = config.hidden_size * (heads * config.head_dim + 3 * inner)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     if recurrent := config.recurrent:

@@ -52,10 +52,10 @@ class GemmaLayer(DecoderLayer):
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
-        self.attention_output_norm = torch.empty_like(self.input_norm)
-        self.mlp_output_norm = torch.empty_like(self.input_norm)
+        self.attention_output_norm = torch.empty_like(self.post_attention_norm)
+        self.mlp_output_norm = torch.empty_like(self.post_attention_norm)
 
-    def norms(self) -> dict[str, torch.Tensor]:
+    def norms(self) -> dict[str, torch.Tensor | None]:
         return {
             "input_layernorm": self.input_norm,
             "post_attention_layernorm": self.attention_output_norm,
@@ -63,10 +63,11 @@ class GemmaLayer(DecoderLayer):
             "post_feedforward_layernorm": self.mlp_output_norm,
         }
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         x = rms_norm(self.attention.finish(attended), self.attention_output_norm, self.eps)
         x = add_rms_norm(residual, x, self.post_attention_norm, self.eps)
         x = rms_norm(self.mlp.forward(x), self.mlp_output_norm, self.eps)
+        assert next_norm is not None
         return add_rms_norm(residual, x, next_norm, self.eps)
 
 

@@ -6,12 +6,9 @@ from typing import Any
 
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family
-from kvllm.models.config import refuse
 from kvllm.models.gemma2 import GELU, GemmaKeys, build, read_gemma
-from kvllm.models.rope import TopKeys, read_rope
+from kvllm.models.rope import FULL, SLIDING, TopKeys, read_rope
 from kvllm.models.windows import named_layers
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class FullRopeKeys(TopKeys, kw_only=True):
@@ -21,13 +18,16 @@ class FullRopeKeys(TopKeys, kw_only=True):
 class Gemma3Keys(GemmaKeys, kw_only=True):
     SCALED = True
 
+    vocab_size: int = 262208
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 131072
     rope_local_base_freq: float | None = None
     sliding_window_pattern: int | None = None
 
     def rope_keys(self) -> TopKeys:
         return FullRopeKeys(
             max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=self._nested(FULL),
+            rope_parameters=self.rope_of_layers(FULL),
             rope_scaling=self.rope_scaling,
             rope_theta=self.rope_theta,
         )
@@ -36,20 +36,9 @@ class Gemma3Keys(GemmaKeys, kw_only=True):
         """The keys of the RoPE of layers with a window."""
         return TopKeys(
             max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=self._nested(SLIDING),
+            rope_parameters=self.rope_of_layers(SLIDING),
             rope_theta=self.rope_local_base_freq,
         )
-
-    def _nested(self, kind: str) -> dict[str, Any] | None:
-        """`rope_parameters` of one kind of layers."""
-        every = self.rope_parameters or {}
-        others = [name for name in every if name not in (FULL, SLIDING)]
-        if others:
-            refuse(f"rope_parameters has {', '.join(others)}, beside those of {FULL} and {SLIDING}")
-        found = every.get(kind)
-        if found is not None and not isinstance(found, dict):
-            raise CheckpointError(f"rope_parameters has {found!r} for {kind}, but must have an object")
-        return found
 
 
 def read(keys: Gemma3Keys) -> dict[str, Any]:
@@ -63,8 +52,8 @@ def read(keys: Gemma3Keys) -> dict[str, Any]:
     return {
         **read_gemma(keys, sliding),
         "qk_norm": True,
-        "sliding_rope": read_rope(keys.sliding_rope_keys(), head_dim),
-        "sliding_rope_layers": tuple(i for i, slides in enumerate(sliding) if slides),
+        "second_rope": read_rope(keys.sliding_rope_keys(), head_dim),
+        "second_rope_layers": tuple(i for i, slides in enumerate(sliding) if slides),
     }
 
 

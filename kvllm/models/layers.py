@@ -267,7 +267,7 @@ class RowLinear:
 
 
 class VocabEmbedding:
-    """The vectors of tokens, times `scale`; the vocabulary is shared out."""
+    """The vectors of tokens, times `scale`, divided by `divisor`; the vocabulary is shared out."""
 
     def __init__(
         self,
@@ -277,9 +277,10 @@ class VocabEmbedding:
         dtype: torch.dtype,
         device: torch.device,
         scale: float = 1.0,
+        divisor: float = 1.0,
     ) -> None:
         self.shard = shard
-        self.scale = torch.tensor(scale, dtype=dtype).item()
+        self.scale = torch.tensor(scale, dtype=dtype).item() / divisor
         self.vocab_size = vocab_size
         self.size = -(-vocab_size // shard.world_size)
         self.weight = LinearWeight(self.size, hidden_size, dtype, device)

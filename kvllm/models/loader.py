@@ -7,6 +7,7 @@ own part of each tensor, some rows at a time, and packs them at once, so that no
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
+from kvllm.models.multimodal import text_tensors
 from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
 from kvllm.models.weights import PACKABLE_DTYPES, LinearWeight, MatrixRows, Packing, strips
@@ -52,7 +54,8 @@ def load_model(
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.open_tensors() as opened:
-        found = _of_whole_model(opened)
+        found = _of_whole_model(text_tensors(opened) if config.text_of else opened)
+        found = _without_extra_layers(found, config)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)
@@ -134,6 +137,16 @@ def _of_whole_model(found: Tensors) -> Tensors:
     if any(name.startswith(BASE) for name in found):
         return found
     return {name if name == HEAD else BASE + name: tensor for name, tensor in found.items()}
+
+
+def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:
+    if not model_family(config.architecture).extra_layers:
+        return found
+    extra = re.compile(r"model\.layers\.(\d{1,6})\.")
+    numbers = {name: int(match[1]) for name in found if (match := extra.match(name))}
+    last = config.num_decoder_layers
+    kept = (name for name in found if numbers.get(name, 0) < last and not name.startswith("mtp."))
+    return {name: found[name] for name in kept}
 
 
 def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored]:

@@ -18,8 +18,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     count: experts of a layer. per_token: those that compute one token. intermediate_size: of one expert.
     normalized: the probabilities of a token's experts are divided by their sum.
     dense_layers: indices of the layers that have an MLP instead.
-    shared_size: of the expert that computes all tokens; 0 for none.
-    alpha, limit: of the bounded SwiGLU of gpt-oss; other families do not look at them.
+    scale: probabilities are multiplied by it. shared_intermediate_size: of an MLP beside the experts for all tokens; 0:
+        there is none.
+    alpha, limit: of the bounded SwiGLU of gpt-oss. Families look at no more of these than they have.
     """
 
     count: int
@@ -27,7 +28,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     normalized: bool = True
     dense_layers: tuple[int, ...] = ()
-    shared_size: int = 0
+    scale: float = 1.0
+    shared_intermediate_size: int = 0
     alpha: float = 1.0
     limit: float = math.inf
 
@@ -42,7 +44,7 @@ def make_experts(
     intermediate_size: int,
     normalized: bool = True,
     dense_layers: tuple[int, ...] = (),
-    shared_size: int = 0,
+    shared_intermediate_size: int = 0,
 ) -> Experts:
     """The arguments in one. Raises CheckpointError for numbers that cannot be."""
     if not 1 <= num_experts <= MOST_EXPERTS:
@@ -51,7 +53,7 @@ def make_experts(
         raise CheckpointError(
             f"num_experts_per_tok is {num_experts_per_tok}, but must be at least 1 and at most {num_experts}"
         )
-    for size in (intermediate_size, shared_size or 1):
+    for size in (intermediate_size, shared_intermediate_size or 1):
         if not 1 <= size <= 1 << 20:
             raise CheckpointError(f"an expert's intermediate size is {size}, but must be 1 to {1 << 20}")
     return Experts(
@@ -60,5 +62,5 @@ def make_experts(
         intermediate_size=intermediate_size,
         normalized=normalized,
         dense_layers=dense_layers,
-        shared_size=shared_size,
+        shared_intermediate_size=shared_intermediate_size,
     )

@@ -11,7 +11,7 @@ import torch
 
 from kvllm.attention.context import Attention
 from kvllm.models.config import ModelConfig
-from kvllm.models.elementwise import add_rms_norm, rotary, silu_mul
+from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
 from kvllm.models.layers import MergedColumnLinear, QKVLinear, RowLinear, Weight, whole
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -52,6 +52,11 @@ class TokenMixer(Protocol):
         ...
 
 
+def normalized(residual: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The input of a layer `[T, hidden_size]`: the residual, which may be the same tensor, or its RMSNorm."""
+    return residual if norm is None else rms_norm(residual, norm, eps)
+
+
 class SelfAttention:
     """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
@@ -78,8 +83,8 @@ class SelfAttention:
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
         if self.q_norm is not None and self.k_norm is not None:
-            for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-                found[f"{prefix}.{name}.weight"] = whole(norm, self.norm_offset, self.qkv.order)
+            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset, self.qkv.order)
+            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset, self.qkv.order)
         return found
 
     def allocate(self, packing: Packing) -> None:
@@ -150,18 +155,33 @@ class MLP(Protocol):
 
 
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(silu(gate(x)) * up(x))`.
 
-    name = "mlp"
+    inner: its size, if not `config.intermediate_size`. name, down: of the part and of one projection in a checkpoint.
+    fused: the name of one tensor of gate and up projection, if there is one.
+    """
 
-    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        names, fused = ("gate_proj", "up_proj"), "gate_up_proj" if config.fused_projections else None
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        inner: int | None = None,
+        name: str = "mlp",
+        fused: str | None = None,
+        down: str = "down_proj",
+    ) -> None:
+        self.name = name
+        self._down = down
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
+        names, fused = ("gate_proj", "up_proj"), fused or ("gate_up_proj" if config.fused_projections else None)
         self.gate_up = MergedColumnLinear(hidden, inner, names, shard, dtype, device, bias=bias, fused=fused)
         self.down = RowLinear(inner, hidden, shard, dtype, device, bias=bias)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
+        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.{self._down}")}
 
     def allocate(self, packing: Packing) -> None:
         self.gate_up.allocate(packing)
@@ -178,20 +198,24 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, attention: TokenMixer, mlp: MLP, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.eps = config.rms_norm_eps
+        self.eps = config.residual_eps
         self.norm_offset = config.norm_offset
-        self.input_norm = norm_weight(config, config.hidden_size, dtype, device)
+        self.input_norm: torch.Tensor | None = norm_weight(config, config.hidden_size, dtype, device)
         self.attention = attention
         self.post_attention_norm = norm_weight(config, config.hidden_size, dtype, device)
         self.mlp = mlp
 
-    def norms(self) -> dict[str, torch.Tensor]:
+    def norms(self) -> dict[str, torch.Tensor | None]:
         """The weights of the layer's own norms, by name."""
         return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_attention_norm}
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {
-            **{f"{prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in self.norms().items()},
+            **{
+                f"{prefix}.{name}.weight": whole(norm, self.norm_offset)
+                for name, norm in self.norms().items()
+                if norm is not None
+            },
             **self.attention.weights(f"{prefix}.{self.attention.name}"),
             **self.mlp.weights(f"{prefix}.{self.mlp.name}"),
         }
@@ -200,12 +224,14 @@ class DecoderLayer:
         self.attention.allocate(packing)
         self.mlp.allocate(packing)
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         """All that follows attention.
 
         attended: `[T, query_heads, head_dim]`. residual: `[T, hidden_size]`, updated in place. next_norm:
         `[hidden_size]`, the norm that follows the layer, because a residual addition and a norm are one operation.
+            None: the next layer has none, and reads the residual.
         Returns the normalized input of the next layer `[T, hidden_size]`.
         """
         x = add_rms_norm(residual, self.attention.finish(attended), self.post_attention_norm, self.eps)
+        assert next_norm is not None
         return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)

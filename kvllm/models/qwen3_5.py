@@ -199,4 +199,5 @@ FAMILY = Family(
     keys=Qwen35Keys,
     read=read,
     build=partial(build_decoder, make_attention=GatedAttention, make_recurrent=GatedDeltaNet),
+    extra_layers=True,
 )

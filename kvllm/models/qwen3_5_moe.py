@@ -20,4 +20,5 @@ FAMILY = Family(
     keys=Qwen35MoeKeys,
     read=read,
     build=partial(build_decoder, make_attention=GatedAttention, make_recurrent=GatedDeltaNet, make_mlp=make_mlp),
+    extra_layers=True,
 )

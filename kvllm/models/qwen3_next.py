@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ModelConfig
@@ -39,7 +38,7 @@ def read(keys: Qwen3NextKeys) -> dict[str, Any]:
         keys.moe_intermediate_size,
         keys.norm_topk_prob,
         dense_layers(keys.num_hidden_layers, keys.decoder_sparse_step, keys.mlp_only_layers),
-        shared_size=keys.shared_expert_intermediate_size,
+        shared_intermediate_size=keys.shared_expert_intermediate_size,
     )
     return {**read_layers(keys), "experts": experts}
 
@@ -49,8 +48,7 @@ class SharedExpertMLP(ExpertsMLP):
 
     def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, shard, dtype, device)
-        shared = structs.replace(config, intermediate_size=self.experts.shared_size)
-        self.shared = GatedMLP(shared, shard, dtype, device)
+        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
         self.shared_gate = LinearWeight(1, config.hidden_size, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
@@ -114,4 +112,5 @@ FAMILY = Family(
     keys=Qwen3NextKeys,
     read=read,
     build=partial(build_decoder, make_attention=GatedAttention, make_recurrent=InTurnsDeltaNet, make_mlp=make_mlp),
+    extra_layers=True,
 )

@@ -14,6 +14,7 @@ import msgspec
 from kvllm.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
 NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -54,11 +55,15 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """A rotary embedding: the base of its frequencies, their scaling, and the part of each head that it rotates."""
+    """A rotary embedding: the base of its frequencies, their scaling, and the part of each head that it rotates.
+
+    interleaved: the checkpoint's pairs are neighbouring channels, and not a channel of either half of that part.
+    """
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
     partial_factor: float = 1.0
+    interleaved: bool = False
 
     def rotated_channels(self, head_dim: int) -> int:
         """Channels of a head that are rotated, the first ones of the checkpoint's."""
@@ -72,14 +77,21 @@ class Rope(msgspec.Struct, frozen=True):
         return max(max_position_embeddings, int(self.scaling.factor * original))
 
 
+NO_ROPE = Rope(partial_factor=0.0)
+"""Of layers that rotate nothing."""
+
+
 class TopKeys(msgspec.Struct, kw_only=True):
     """The keys of `config.json` itself that concern the rotary embedding. Older ones stand beside `rope_scaling`.
 
-    PARTIAL: the family may rotate a part of each head alone. RENAMED: other names of types.
+    PARTIAL: the family may rotate a part of each head alone. DEFAULT_PARTIAL: the part where the config names none.
+    INTERLEAVED: as in `Rope`. RENAMED: other names of types.
     SCALED: max_position_embeddings is the longest text with the scaling already. THETA: the base where none is given.
     """
 
     PARTIAL: ClassVar[bool] = False
+    DEFAULT_PARTIAL: ClassVar[float] = 1.0
+    INTERLEAVED: ClassVar[bool] = False
     SCALED: ClassVar[bool] = False
     RENAMED: ClassVar[dict[str, str]] = {}
     THETA: ClassVar[float] = DEFAULT_THETA
@@ -94,6 +106,20 @@ class TopKeys(msgspec.Struct, kw_only=True):
     def rope_keys(self) -> TopKeys:
         """The keys of the RoPE of layers that attend all tokens, where a family has several."""
         return self
+
+    def rope_of_layers(self, kind: str) -> dict[str, Any] | None:
+        """`rope_parameters` of the layers FULL or SLIDING. Raises CheckpointError if there are others."""
+        every = self.rope_parameters or {}
+        others = [name for name in every if name not in (FULL, SLIDING)]
+        if others:
+            raise CheckpointError(
+                f"rope_parameters has {', '.join(others)}, beside those of {FULL} and {SLIDING}, which kvllm does not "
+                "support: use another checkpoint"
+            )
+        found = every.get(kind)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"rope_parameters has {found!r} for {kind}, but must have an object")
+        return found
 
 
 class _Rope(msgspec.Struct):
@@ -149,7 +175,7 @@ def _read(name: str, given: dict[str, Any], keys: TopKeys) -> Rope:
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{name}: {error}") from error
     partial = _agreed("partial_rotary_factor", rope.partial_rotary_factor, keys.partial_rotary_factor)
-    partial = 1.0 if partial is None else partial
+    partial = keys.DEFAULT_PARTIAL if partial is None else partial
     if partial != 1.0 and not keys.PARTIAL:
         raise CheckpointError(
             f"partial_rotary_factor is {partial}: only a part of each head is rotated, which kvllm does not support "
@@ -164,7 +190,7 @@ def _read(name: str, given: dict[str, Any], keys: TopKeys) -> Rope:
         rope.original_max_position_embeddings,
         keys.original_max_position_embeddings,
     )
-    return Rope(theta, _scaling(kind, rope, keys.max_position_embeddings), partial)
+    return Rope(theta, _scaling(kind, rope, keys.max_position_embeddings), partial, keys.INTERLEAVED)
 
 
 def _scaling(kind: str, rope: _Rope, max_position_embeddings: int) -> RopeScaling | None:

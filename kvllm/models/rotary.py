@@ -1,17 +1,19 @@
 """The table of rotations of a rotary embedding, and the order of channels that it is for.
 
-Checkpoints that rotate only a part of each head rotate its first channels. Here the rotated pairs are channels `i` and
-`i + head_dim / 2` of every head, and the other pairs turn by 0: the rows of the projections to queries and keys are
-read in that order (`channel_order`), which leaves their products as they are. So kernels and compression methods know
-one form of rotation alone.
+Checkpoints that rotate only a part of each head rotate its first channels, and some pair neighbouring channels. Here
+the rotated pairs are channels `i` and `i + head_dim / 2` of every head, and the other pairs turn by 0: the rows of the
+projections to queries and keys are read in that order (`channel_order`), which leaves their products as they are. So
+kernels and compression methods know one form of rotation alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig
 from kvllm.models.rope import Rope, RopeScaling
 
@@ -41,13 +43,29 @@ def rotary_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
     return torch.cat((frequencies, torch.zeros(config.head_dim // 2 - len(frequencies))))
 
 
+def check_one_rotation(config: ModelConfig, windows: Sequence[int | None]) -> None:
+    """Raise ConfigError if layers that are compressed, those without a window, differ in their rotation. Methods that
+    reckon with it know the one of `config.rope`.
+
+    windows: of each layer, with the length of the longest text.
+    """
+    others = [layer for layer in config.second_rope_layers if windows[layer] is None]
+    if others and config.second_rope != config.rope:
+        raise ConfigError(
+            f"layers {', '.join(map(str, others))} of the model rotate keys in another way than its other layers, or "
+            "not at all. This compression method reckons with one rotation: use one that does not, such as kara_sharp "
+            "or keydiff"
+        )
+
+
 def channel_order(config: ModelConfig) -> torch.Tensor | None:
     """The channel of the checkpoint's heads that each channel of a head is: int64 `[head_dim]`, None if it is the same
     one."""
     rotated = config.rope.rotated_channels(config.head_dim)
-    if rotated == config.head_dim:
+    if rotated == config.head_dim and not config.rope.interleaved:
         return None
-    low, high, still = torch.arange(config.head_dim).split((rotated // 2, rotated // 2, config.head_dim - rotated))
+    turning, still = torch.arange(config.head_dim).split((rotated, config.head_dim - rotated))
+    low, high = (turning[::2], turning[1::2]) if config.rope.interleaved else turning.chunk(2)
     first, second = still.chunk(2)
     return torch.cat((low, first, high, second))
 

@@ -125,7 +125,9 @@ class CostModel:
         self.attention_weights = 2 * self.q_weights + self.kv_weights  # q, o; k, v
         self.mlp_weights = 3 * model.hidden_size * model.intermediate_size // tensor_parallel_size  # gate, up, down
         count, inner = (model.experts.count, model.experts.intermediate_size) if model.experts else (0, 0)
-        self.router_weights = model.hidden_size * count
+        shared = model.experts.shared_intermediate_size if model.experts else 0
+        # Of a layer with experts, what every token multiplies: the router, and an MLP beside them.
+        self.router_weights = model.hidden_size * count + 3 * model.hidden_size * shared // tensor_parallel_size
         self.expert_weights = 3 * model.hidden_size * inner // tensor_parallel_size  # of one of them
         self.head_weights = model.vocab_size * model.hidden_size // tensor_parallel_size
 

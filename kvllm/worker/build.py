@@ -16,7 +16,7 @@ from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
-from kvllm.config import EngineConfig
+from kvllm.config import EngineConfig, bounding
 from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
@@ -27,7 +27,7 @@ from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
 from kvllm.models.config import EXPANDED, QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
-from kvllm.models.rotary import rotary_frequencies
+from kvllm.models.rotary import check_one_rotation, rotary_frequencies
 from kvllm.parallel import Shard, kv_heads
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import Vocabulary, read_vocabulary
@@ -246,8 +246,8 @@ def fingerprint(settings: RunnerSettings) -> str:
 
 
 def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:
-    """The compression method of a rank, with what it needs to know of the model. Raises as `read_statistics` and
-    `read_gates` do."""
+    """The compression method of a rank, with what it needs to know of the model. Raises as `read_statistics`,
+    `read_gates` and `check_one_rotation` do."""
     compression, model = settings.engine.active_compression, settings.model
     if compression is None:
         return None
@@ -258,7 +258,10 @@ def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> Wit
     if method.spec.gated:
         gates = read_gates(folder, compression.method, model, held, device)
     sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
-    frequencies = rotary_frequencies(model, settings.engine.max_model_len)
+    longest = settings.engine.max_model_len
+    if "frequencies" in method.arguments:
+        check_one_rotation(model, bounding(model.windows, longest))
+    frequencies = rotary_frequencies(model, longest)
     return WithModelInputs(sharded, frequencies.to(device), statistics, gates)
 
 

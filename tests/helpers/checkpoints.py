@@ -33,6 +33,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OF_BOTH = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -52,10 +53,17 @@ def make_checkpoint(
     options: keys of the family's config beyond or instead of SIZES, such as `tie_word_embeddings`, `head_dim`.
     """
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    options = {**SIZES, **options}
+    kind = transformers.AutoModelForCausalLM
+    if "vision_config" in options:  # the other options are of its text
+        vision = options.pop("vision_config")
+        options = {"text_config": options, "vision_config": vision, **{key: options[key] for key in OF_BOTH}}
+        kind = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():  # transformers starts norms at one and biases at zero
+        # transformers starts norms at one and biases at zero
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("norm.weight", "bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")

@@ -37,7 +37,8 @@ def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) 
 
 def assert_greedy(path: Path, prompts: list[dict], found: list[list[int]]) -> None:
     """`found` are transformers' greedy tokens: each has the largest logit behind those before it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    kind = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+    model = kind.from_pretrained(path, dtype=torch.float32)
     for prompt, token_ids in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt["prompt_token_ids"] + token_ids])
         with torch.inference_mode():

@@ -24,6 +24,31 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.6,
+}
+GRANITE4 = {
+    "layer_types": [FULL] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "mamba_n_heads": 4,
+}
+GLM4_MOE = {
+    "family": "glm4_moe",
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.7,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VL = {
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+}
 
 
 def longrope(original: int, pairs: int) -> dict[str, Any]:
@@ -91,6 +116,53 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 56,
         "mlp_only_layers": [1],
     },
+    "smollm3": {"family": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5},
+    "smollm3-untied-named-layers": {
+        "family": "smollm3",
+        "pad_token_id": 0,
+        "no_rope_layers": [0, 1, 0, 1],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN,
+    },
+    "smollm3-windows": {
+        "family": "smollm3",
+        "pad_token_id": 0,
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    "glm4": {"family": "glm4", "head_dim": 16, "pad_token_id": 0},
+    "glm4-whole-heads-sharded": {
+        **partial({"rope_parameters": LLAMA3}, 1.0),
+        "family": "glm4",
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "attention_bias": False,
+        "sharded": True,
+    },
+    "glm4-moe": {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2},
+    "glm4-moe-other-router": {**GLM4_MOE, "norm_topk_prob": False, "first_k_dense_replace": 2},
+    "granite": {"family": "granite", **MULTIPLIERS},
+    "granite-biases-tied": {
+        "family": "granite",
+        **MULTIPLIERS,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "granite4": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4, "position_embedding_type": "rope"},
+    "granite4-without-rope": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4},
+    "olmo2": {"family": "olmo2", "num_key_value_heads": None},
+    "olmo2-biases-sharded": {"family": "olmo2", "attention_bias": True, "sharded": True, "rope_parameters": LLAMA3},
+    "olmo3": {
+        "family": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 500.0}},
+    },
+    "olmo3-named-layers": {"family": "olmo3", "sliding_window": 9, "layer_types": [FULL, SLIDING, FULL]},
     "phi3": {**PHI3},
     "phi3-window": {**PHI3, "sliding_window": 7, "num_key_value_heads": 4},
     "phi3-partial": {**PHI3, **partial({"rope_parameters": {"rope_type": "default"}}, 0.5)},
@@ -111,6 +183,67 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": [SLIDING, FULL, SLIDING],
         "rope_parameters": {FULL: {**LINEAR, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "gemma3-images": {
+        "family": "gemma3",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+    },
+    "mistral3-images": {
+        "family": "mistral3",
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+    "ministral3-images": {
+        "family": "mistral3",
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN, **MINISTRAL3},
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+    "qwen2-vl": {"family": "qwen2_vl", **QWEN_VL, "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64}},
+    "qwen25-vl": {
+        "family": "qwen2_5_vl",
+        **QWEN_VL,
+        "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 24,
+        },
+    },
+    "qwen3.5-vl": {
+        "family": "qwen3_5",
+        **DELTA,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 24,
+        },
+    },
+    "qwen3-vl": {
+        "family": "qwen3_vl",
+        **QWEN_VL,
+        "head_dim": 16,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 24,
+        },
     },
     "gpt-oss": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "rope_parameters": OSS_YARN},
     "gpt-oss-sharded": {"family": "gpt_oss", "head_dim": 16, "sliding_window": 7, **EXPERTS, "sharded": True},

@@ -17,15 +17,24 @@ from tests.helpers.gguf_quantizers import fitting, quantize
 NAMES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
 }
+WITH_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "phi3")
+PERMUTED = ("granite", "llama", "smollm3")
+"""Those whose queries and keys the converter permutes."""
 
 
 def write_gguf(
@@ -82,12 +91,27 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         original = rope["original_max_position_embeddings"]
         scale = config.max_position_embeddings / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
-    if getattr(config, "sliding_window", None) and config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
+    if getattr(config, "sliding_window", None) and config.model_type in WITH_WINDOWS:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gpt_oss", "mixtral", "qwen3_moe"):
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.model_type in ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
@@ -122,7 +146,8 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
     config: Any = model.config
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES[config.model_type]]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    biases = (each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
         router = name.endswith((".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"))
@@ -139,12 +164,14 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
             for part, half in zip(("gate", "up"), halves, strict=True):
                 yield f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}", half, kind
             continue
-        found = names.get_name(name.replace("proj_bias", "proj.bias"), (".weight", ".bias"))
+        found = names.get_name(
+            name.replace("proj_bias", "proj.bias").replace("correction_bias", "correction.bias"), (".weight", ".bias")
+        )
         assert found is not None, name
         found += "" if found.endswith((".weight", ".bias")) else ".weight"
-        if NAMES[config.model_type] == "llama" and ".attn_q." in found:
+        if NAMES[config.model_type] in PERMUTED and ".attn_q." in found:
             raw = permute(raw, config.num_attention_heads)
-        if NAMES[config.model_type] == "llama" and ".attn_k." in found:
+        if NAMES[config.model_type] in PERMUTED and ".attn_k." in found:
             raw = permute(raw, config.num_key_value_heads)
         if config.model_type.startswith("gemma") and found.endswith("norm.weight"):
             raw = raw + 1

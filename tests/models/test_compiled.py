@@ -16,6 +16,7 @@ from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import MULTIPLIERS
 from tests.helpers.paged_model import PagedModel, load, tokens
 
 CASES = {
@@ -24,6 +25,8 @@ CASES = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": None}),
     "sliding": ("mistral", {"sliding_window": 8}),
+    "multipliers": ("granite", MULTIPLIERS),
+    "two rotations": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
 }
 """Families, with options of their checkpoints."""
 

@@ -24,6 +24,7 @@ from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.models.rotary import rotary_table
 from tests.helpers.checkpoints import LINEAR, LLAMA3, SIZES, edit, make_checkpoint
 from tests.helpers.examples import examples
+from tests.helpers.families import FAMILIES, GRANITE4
 
 CPU = torch.device("cpu")
 
@@ -228,7 +229,8 @@ def test_a_config_of_a_model_without_its_head(tmp_path: Path) -> None:
     for architecture in MODELS:
         family = model_family(architecture).model_type
         base = transformers.MODEL_MAPPING[getattr(transformers, architecture).config_class].__name__
-        make_config(tmp_path, family, architectures=[base], rope_parameters=...)
+        needed = GRANITE4 if family == "granitemoehybrid" else {}
+        make_config(tmp_path, family, architectures=[base], rope_parameters=..., **needed)
         assert load_model_config(tmp_path).architecture == architecture
     edit(tmp_path, architectures=["Gemma3Model"], model_type="gemma3")
     with pytest.raises(CheckpointError, match="unsupported architecture Gemma3Model"):
@@ -300,6 +302,56 @@ def test_eos_tokens(tmp_path: Path, qwen3: Path, generation: Any, expected: tupl
 )
 def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], message: str) -> None:
     assert_refused(tmp_path, qwen3, changes, message)
+
+
+@pytest.mark.parametrize(
+    "family, message",
+    [
+        ("arcee", "the nearest is M.*: hidden_act is 'relu2' instead of 'silu', which kvllm does not support"),
+        ("gemma", "the nearest is Gemma2ForCausalLM: it reads all keys. Whether they are one, only their code says"),
+        ("granitemoe", "the nearest is GraniteForCausalLM: it does not read num_local_experts, num_experts_per_tok"),
+        ("qwen2_moe", "the nearest is Qwen3_5MoeForCausalLM: it does not read qkv_bias"),
+        ("deepseek_v3", "has multi-head latent .*nearest is Glm4MoeForCausalLM: it does not read .*; n_group is 8 and"),
+        ("llava", "has images .* nearest is .*: it "),
+    ],
+)
+def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: str, message: str) -> None:
+    """As transformers writes it, all keys with their defaults."""
+    config = AutoConfig.for_model(family)
+    config.architectures = [
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), transformers.LlavaForConditionalGeneration).__name__
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(CheckpointError, match=rf"unsupported architecture .*{message}"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, but num_hidden_layers is 5"),
+        ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": ...}, "interval is 0, but must be at least 1"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters has rope_type, beside those of full_",
+        ),
+        ("glm4-moe", {"n_group": 2}, "n_group is 2 and topk_group 1: experts are chosen by group"),
+        ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0: an MLP for all tokens of 0 columns"),
+        (
+            "mistral3-images",
+            {"text_config": {"model_type": "mamba"}},
+            "text_config has model_type 'mamba': of Mistral3F",
+        ),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
+        ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
+        ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),
+        ("granite4", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned' instead of 'rope'"),
+    ],
+)
+def test_refused_keys_of_families(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+    make_checkpoint(tmp_path / "accepted", **FAMILIES[family])
+    assert_refused(tmp_path, tmp_path / "accepted", changes, message)
 
 
 ONE_HEAD = {"head_dim": None, "num_attention_heads": 1, "num_key_value_heads": 1}

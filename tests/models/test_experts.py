@@ -49,7 +49,7 @@ def test_quantized_checkpoints(tmp_path: Path, model: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "glm4-moe"])
 def test_experts_of_few_bits(tmp_path: Path, family: str, bits: int) -> None:
     """Near the model of full weights; the router stays as it is."""
     make_checkpoint(tmp_path, **FAMILIES[family])
@@ -64,7 +64,7 @@ def test_experts_of_few_bits(tmp_path: Path, family: str, bits: int) -> None:
     assert (0.99 if bits == 8 else 0.8) < similarity < 0.99999
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "gemma3", "glm4", "glm4-moe"])
 def test_batch_mates_do_not_change_a_token(tmp_path: Path, family: str) -> None:
     """Bit for bit, though other tokens go to the same experts."""
     make_checkpoint(tmp_path, **FAMILIES[family])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from kvllm import LLM
 from kvllm.engine_args import EngineArgs
+from kvllm.errors import ConfigError
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
@@ -31,9 +33,17 @@ CASES = (
     "qwen3-moe",
     "qwen3.5",
     "qwen3-next",
+    "smollm3",
+    "glm4",
+    "glm4-moe",
+    "granite",
+    "granite4",
+    "olmo2",
+    "olmo3",
     "phi4-mini",
     "gemma2",
     "gemma3",
+    "gemma3-images",
     "gpt-oss",
 )
 COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4}
@@ -127,7 +137,24 @@ def test_compression(checkpoint: Path) -> None:
         assert compressed_tokens(llm) == found
 
 
-def with_windows(visible: torch.Tensor, windows: list[int | None]) -> torch.Tensor:
+def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> None:
+    """Of layers that are compressed: with short texts, Gemma 3's layers with a window are among them."""
+    options: dict[str, Any] = {"block_size": 8}
+    options["compression"] = paper_compression(method="expected_attention", **COMPRESSION)
+    make_checkpoint(tmp_path, **FAMILIES["smollm3"])
+    with pytest.raises(ConfigError, match="layers 3 of the model rotate keys in another way .* such as kara_sharp"):
+        make_llm(tmp_path, **options)
+    with pytest.raises(ConfigError, match="layers 3 of the model"):
+        add_method_files(tmp_path)
+    options["compression"] = paper_compression(method="triattention", **COMPRESSION)
+    make_checkpoint(tmp_path, **FAMILIES["gemma3"] | {"sliding_window": 100})
+    add_method_files(tmp_path)
+    tokens(make_llm(tmp_path, **options, max_model_len=128), random_prompts(256, (40,)), greedy(40))
+    with pytest.raises(ConfigError, match="layers 0, 1, 2, 3, 4, 6 of the model rotate keys"):
+        make_llm(tmp_path, **options, max_model_len=100)
+
+
+def with_windows(visible: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:
     """What full layers see -> what all see: `[layers, kv_heads, tokens, positions]`."""
     full, rows = iter(visible), torch.arange(visible.shape[-1])
     seen = [rows > rows[:, None] - window if window else next(full) for window in windows]

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.models.config import load_model_config
 from kvllm.models.loader import load_model
+from kvllm.models.multimodal import text_tensors
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit, make_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
 
 STATUS = Path("/proc/self/status")
@@ -202,6 +204,48 @@ def test_a_single_shard(tmp_path: Path, qwen3: Path) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
     shutil.copy(qwen3 / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
     expected, found = (PagedModel(*load(path)).logits({0: tokens(10)}) for path in (qwen3, tmp_path))
+    assert torch.equal(expected, found)
+
+
+FORMS = {
+    "gemma3-images": (("language_model.model.", "language_model.lm_head."), "vision_tower."),
+    "mistral3-images": (("model.language_model.", "lm_head."), "model.multi_modal_projector."),
+    "qwen25-vl": (("model.", "lm_head."), "visual."),
+    "qwen3-vl": (("language_model.", "lm_head."), "model.visual."),
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_tensors_of_multimodal_checkpoints(tmp_path: Path, family: str) -> None:
+    """Under the names that files have had: those of the text are found, and those for images are not read."""
+    (model, head), images = FORMS[family]
+    make_checkpoint(tmp_path / "source", **FAMILIES[family])
+    expected = PagedModel(*load(tmp_path / "source")).logits({0: tokens(10)})
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        text = text_tensors(tensors)
+        tensors.clear()
+        for name, tensor in text.items():
+            new = head + name.removeprefix("lm_head.") if name.startswith("lm_head") else model + name[6:]
+            tensors[new] = tensor
+        tensors[f"{images}weight"] = torch.ones(3)
+
+    (tmp_path / "target").mkdir()
+    copy_checkpoint(tmp_path / "source", tmp_path / "target", change)
+    assert torch.equal(PagedModel(*load(tmp_path / "target")).logits({0: tokens(10)}), expected)
+    (tmp_path / "other").mkdir()
+    copy_checkpoint(tmp_path / "target", tmp_path / "other", lambda t: t.update({"sound_tower.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"it has unknown sound_tower.weight$"):
+        load(tmp_path / "other")
+
+
+def test_layers_that_predict_later_tokens_are_not_loaded(tmp_path: Path) -> None:
+    """Those of a family that has some; of others, they are unknown."""
+    make_checkpoint(tmp_path / "source", **FAMILIES["glm4-moe"])
+    later = {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.mlp.gate.weight": torch.ones(8, 64)}
+    (tmp_path / "target").mkdir()
+    copy_checkpoint(tmp_path / "source", tmp_path / "target", lambda tensors: tensors.update(later))
+    expected, found = (PagedModel(*load(tmp_path / name)).logits({0: tokens(10)}) for name in ("source", "target"))
     assert torch.equal(expected, found)
 
 

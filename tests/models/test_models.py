@@ -106,10 +106,11 @@ def test_recomputed_queries_are_those_of_the_forward_pass(checkpoint: tuple[Path
     assert len(paged.backend.queries[config.num_layers - 1]) == 14, "attention ran in the last layer"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 @pytest.mark.parametrize("dtype", [ORDERED_FLOAT32, torch.bfloat16])
-def test_batch_mates_do_not_change_a_token(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_batch_mates_do_not_change_a_token(tmp_path: Path, dtype: torch.dtype, family: str) -> None:
     """Bit for bit, with sums longer than oneDNN treats alike for one row and for several."""
-    make_checkpoint(tmp_path, "qwen3", hidden_size=1152, intermediate_size=1600, num_hidden_layers=2, head_dim=160)
+    make_checkpoint(tmp_path, family, hidden_size=1152, intermediate_size=1600, num_hidden_layers=2, head_dim=160)
     model, config = load(tmp_path, dtype)
     token_ids, others = tokens(24), tokens(30, seed=2)
 
@@ -179,15 +180,25 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
 )
 def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> None:
     make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=vocab_size)
+    assert_two_ranks_equal_one(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_two_ranks_with_the_same_head(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family, num_key_value_heads=1)
+    assert_two_ranks_equal_one(tmp_path)
+
+
+def assert_two_ranks_equal_one(path: Path) -> None:
     token_ids = tokens(25)
-    expected = PagedModel(*load(tmp_path)).logits({0: token_ids})
+    expected = PagedModel(*load(path)).logits({0: token_ids})
     barrier, board = threading.Barrier(2), [torch.empty(0)] * 2
     found: list[torch.Tensor | None] = [None, None]
 
     def run(rank: int) -> None:
-        model, config = load(tmp_path, shard=ThreadShard(rank, barrier, board))
+        model, config = load(path, shard=ThreadShard(rank, barrier, board))
         paged = PagedModel(model, config)
-        assert paged.cache.data.shape[3] == config.num_kv_heads // 2
+        assert paged.cache.data.shape[3] == max(1, config.num_kv_heads // 2)
         found[rank] = torch.cat([paged.logits({0: token_ids[:20]}), paged.logits({0: token_ids[20:]})])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

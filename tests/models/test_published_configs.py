@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvllm.entrypoints.cli import main
 from kvllm.errors import CheckpointError
 from kvllm.models.config import load_model_config
 
@@ -59,6 +60,39 @@ QWEN: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+
+OLMO: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 100352,
+}
+
+GLM: dict[str, Any] = {
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
 }
 
 
@@ -261,8 +295,120 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 248320,
     },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": 128012,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "OLMo-2-1124-7B": OLMO,
+    "Olmo-3-1025-7B": {
+        **OLMO,
+        "architectures": ["Olmo3ForCausalLM"],
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 100278,
+    },
+    "granite-3.3-2b-instruct": {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "bos_token_id": 0,
+        "embedding_multiplier": 12.0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "granite",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49159,
+    },
+    "granite-4.0-h-tiny": {
+        **LLAMA_8B,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+        "num_hidden_layers": 40,
+        "num_local_experts": 64,
+    },
+    "GLM-4-9B-0414": {
+        **GLM,
+        "architectures": ["Glm4ForCausalLM"],
+        "intermediate_size": 13696,
+        "max_position_embeddings": 32768,
+        "model_type": "glm4",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000.0,
+    },
+    "GLM-4.5-Air": {
+        **GLM,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "first_k_dense_replace": 1,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
     "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
-    "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
+    "gemma-4-31B-it": {"architectures": ["Gemma4ForConditionalGeneration"]},
+    "InternVL3-1B-hf": {"architectures": ["InternVLForConditionalGeneration"]},
 }
 SUPPORTED = {
     "Llama-3.2-1B": (16, 32, 8, 64, True, "float32"),
@@ -278,13 +424,32 @@ SUPPORTED = {
     "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
     "Qwen3.5-27B": (16, 24, 4, 256, False, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
+    "OLMo-2-1124-7B": (32, 32, 32, 128, False, "float32"),
+    "Olmo-3-1025-7B": (32, 32, 32, 128, False, "bfloat16"),
+    "granite-3.3-2b-instruct": (40, 32, 8, 64, True, "bfloat16"),
+    "GLM-4-9B-0414": (40, 32, 2, 128, False, "bfloat16"),
+    "GLM-4.5-Air": (46, 96, 8, 128, False, "bfloat16"),
+    "SmolLM3-3B": (36, 16, 4, 128, True, "bfloat16"),
 }
 REFUSED = {
+    "granite-4.0-h-tiny": "layer_types has 'mamba', which kvllm does not support: all layers must have attention",
     "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
-    "gemma-3-12b-it": "Gemma3ForConditionalGeneration, which has images or sound beside text",
+    "gemma-4-31B-it": "Gemma4ForConditionalGeneration, which has heads of one size in layers with a window and of an",
+    "InternVL3-1B-hf": "InternVLForConditionalGeneration, which has images or sound beside text",
 }
-WINDOWS = {"Mistral-7B-v0.1": {4096}, "gemma-3-4b": {None, 1024}, "gpt-oss-20b": {None, 128}}
-SCALINGS = {"Llama-3.2-1B": "llama3", "Meta-Llama-3.1-8B": "llama3", "gemma-3-4b": "linear", "gpt-oss-20b": "yarn"}
+WINDOWS = {
+    "Mistral-7B-v0.1": {4096},
+    "gemma-3-4b": {None, 1024},
+    "gpt-oss-20b": {None, 128},
+    "Olmo-3-1025-7B": {None, 4096},
+}
+SCALINGS = {
+    "Llama-3.2-1B": "llama3",
+    "Meta-Llama-3.1-8B": "llama3",
+    "gemma-3-4b": "linear",
+    "gpt-oss-20b": "yarn",
+    "Olmo-3-1025-7B": "yarn",
+}
 
 
 def write_config(path: Path, name: str) -> None:
@@ -298,13 +463,14 @@ def test_supported(tmp_path: Path, name: str) -> None:
     c = load_model_config(tmp_path)
     found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
     assert found == SUPPORTED[name]
-    assert c.qkv_bias == name.startswith(("Qwen2", "gpt"))
+    assert c.qkv_bias == name.startswith(("Qwen2", "gpt", "GLM"))
     assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
     assert c.rope.theta == PUBLISHED[name].get("rope_parameters", PUBLISHED[name])["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
     assert c.max_position_embeddings == PUBLISHED[name]["max_position_embeddings"]  # with the scaling already
-    assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
+    eos = PUBLISHED[name]["eos_token_id"]
+    assert c.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -312,3 +478,137 @@ def test_refused(tmp_path: Path, name: str) -> None:
     write_config(tmp_path, name)
     with pytest.raises(CheckpointError, match=REFUSED[name]):
         load_model_config(tmp_path)
+
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "Mistral-Small-3.1-24B-Instruct-2503": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen2.5-VL-7B-Instruct": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {"depth": 32, "hidden_size": 1280},
+        "vocab_size": 152064,
+    },
+    "Qwen3-VL-4B-Instruct-FP8": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.visual.blocks.0.attn.proj", "visual.merger.linear_fc1"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "text_config": {
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": True,
+    },
+}
+TEXTS = {
+    "gemma-3-4b-it": ("Gemma3ForCausalLM", 34, 8, 4, 256, True, 1e6, (1, 106)),
+    "Mistral-Small-3.1-24B-Instruct-2503": ("MistralForCausalLM", 40, 32, 8, 128, False, 1e9, ()),
+    "Qwen2.5-VL-7B-Instruct": ("Qwen2ForCausalLM", 28, 28, 4, 128, False, 1e6, (151645,)),
+    "Qwen3-VL-4B-Instruct-FP8": ("Qwen3ForCausalLM", 36, 32, 8, 128, True, 5e6, (151645,)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MULTIMODAL[name]))
+    c = load_model_config(tmp_path)
+    sizes = (c.architecture, c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings)
+    assert (*sizes, c.rope.theta, c.eos_token_ids) == TEXTS[name]
+    assert c.dtype == "bfloat16" and [c.text_of] == MULTIMODAL[name]["architectures"]
+    assert (c.weight_format is not None) == name.endswith("FP8")
+    assert load_model_config(tmp_path, {"max_position_embeddings": 512}).max_position_embeddings == 512
+
+
+WEIGHTS = {
+    "SmolLM3-3B": 3.075e9,
+    "OLMo-2-1124-7B": 7.299e9,
+    "Olmo-3-1025-7B": 7.298e9,
+    "granite-3.3-2b-instruct": 2.534e9,
+    "GLM-4-9B-0414": 9.400e9,
+    "GLM-4.5-Air": 106.85e9,
+    "gemma-3-4b-it": 3.880e9,
+    "Qwen2.5-VL-7B-Instruct": 7.616e9,
+}
+"""Weights of published models, of those with images the text's."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_plan_counts_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    config = {key: value for key, value in (PUBLISHED | MULTIMODAL)[name].items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["plan", str(tmp_path), "--dtype", "bfloat16", "--json"])
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] / 2 == pytest.approx(WEIGHTS[name], rel=1e-3)

@@ -71,7 +71,7 @@ def test_ranks_share_experts_out_and_not_the_router(model: ModelConfig) -> None:
     assert cost.weight_bytes == 4 * (halves // 2 + 2 * ROUTER)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-some-layers", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-some-layers", "gpt-oss", "glm4-moe"])
 def test_weight_bytes_are_those_of_the_matrices(tmp_path: Path, name: str) -> None:
     weights = make_checkpoint(tmp_path, **FAMILIES[name])
     named = [(each, weight) for each, weight in weights.named_parameters() if weight.dim() > 1]

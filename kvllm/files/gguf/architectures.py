@@ -32,6 +32,8 @@ GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+WHOLE = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+"""Names without a suffix here."""
 IGNORED = (config.FACTORS, config.SHORT, config.LONG)
 """Tensors that the config has."""
 
@@ -55,12 +57,31 @@ class Architecture:
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+PROJECTIONS = ("gate", "up", "down")
+EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in PROJECTIONS}
 MIXTRAL = {
     f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.w{i}" for name, i in (("gate", 1), ("up", 3), ("down", 2))
 }
 ARCHITECTURES = {
     "gemma2": Architecture(config.gemma2, GEMMA, norm_offset=1.0),
     "gemma3": Architecture(config.gemma3, GEMMA, norm_offset=1.0),
+    "glm4": Architecture(
+        config.glm4,
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "glm4moe": Architecture(
+        config.glm4_moe,
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS},
+        },
+        experts=EXPERTS,
+    ),
     "gpt-oss": Architecture(
         config.gpt_oss,
         {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
@@ -69,15 +90,21 @@ ARCHITECTURES = {
             "mlp.experts.down_proj": ("ffn_down_exps",),
         },
     ),
+    "granite": Architecture(config.granite, permuted=True),
     "llama": Architecture(config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, permuted=True, experts=MIXTRAL),
+    "olmo2": Architecture(
+        config.olmo2,
+        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
     "phi3": Architecture(config.phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "qwen2": Architecture(config.qwen2),
     "qwen3": Architecture(config.qwen3),
     "qwen3moe": Architecture(
         config.qwen3_moe,
         {"ffn_gate_inp": "mlp.gate"},
-        experts={f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        experts=EXPERTS,
     ),
+    "smollm3": Architecture(config.smollm3, permuted=True),
 }
 
 
@@ -106,8 +133,8 @@ def renamed(
         number, _, rest = name.removeprefix("blk.").partition(".")
         module, _, suffix = rest.rpartition(".")
         prefix = f"model.layers.{number}"
-        if module == "attn_sinks":
-            yield f"{prefix}.self_attn.sinks", tensor
+        if module in WHOLE:
+            yield f"{prefix}.{WHOLE[module]}", tensor
         elif module in architecture.experts and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 yield f"{prefix}.{architecture.experts[module].format(expert)}.{suffix}", tensor.expert(expert)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are scaled by their hidden size, which the metadata does not say."""
 DENSE = re.compile(r"blk\.(\d{1,6})\.ffn_gate\.weight")
 """What a layer without experts has."""
-SOFTMAX = 1
-"""The number of the function of routers whose experts are computed."""
+SOFTMAX, SIGMOID = 1, 2
+"""Numbers of the functions of routers."""
 
 
 class Metadata:
@@ -78,10 +78,10 @@ class Metadata:
         return tensor in self.header.tensors
 
 
-def base_config(data: Metadata) -> dict[str, Any]:
-    """The keys that all architectures share."""
+def base_config(data: Metadata, computed: Collection[str] = ()) -> dict[str, Any]:
+    """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself."""
     for key, neutral in NEUTRAL.items():
-        if data.number(key, neutral[0]) not in neutral:
+        if key not in computed and data.number(key, neutral[0]) not in neutral:
             raise CheckpointError(f"{data.architecture}.{key} is {data.number(key)}, which kvllm does not support")
     if not data.has(EMBEDDING) or len(data.header.tensors[EMBEDDING].shape) != 2:
         raise CheckpointError(f"it has no matrix {EMBEDDING}")
@@ -143,7 +143,10 @@ def _named_scaling(
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind != "yarn":
         return scaling
-    if attention_factor not in (None, 1):
+    factors = [1.0]
+    if data.architecture == "olmo2" and factor > 1:  # its converter writes what all others leave to llama.cpp
+        factors.append(0.1 * math.log(factor) + 1)
+    if not any(math.isclose(attention_factor or 1.0, each, rel_tol=1e-5) for each in factors):
         raise CheckpointError(f"rope.scaling.attn_factor of YaRN is {attention_factor}, which kvllm does not support")
     return scaling | {
         "original_max_position_embeddings": original,
@@ -165,6 +168,52 @@ def llama(data: Metadata) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": data.has("blk.0.attn_q.bias"),
         "mlp_bias": data.has("blk.0.ffn_up.bias"),
+    }
+
+
+def glm4(data: Metadata) -> dict[str, Any]:
+    config = base_config(data)
+    return config | {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
+    }
+
+
+def glm4_moe(data: Metadata) -> dict[str, Any]:
+    config = base_config(data, ("expert_shared_count", "expert_weights_scale", "nextn_predict_layers"))
+    _check_router(data, SIGMOID)
+    return config | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "num_hidden_layers": config["num_hidden_layers"] - data.number("nextn_predict_layers", 0),
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
+        "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
+        "n_routed_experts": data.number("expert_count"),
+        "n_shared_experts": data.number("expert_shared_count"),
+        "num_experts_per_tok": data.number("expert_used_count"),
+        "moe_intermediate_size": data.number("expert_feed_forward_length"),
+        "norm_topk_prob": data.values.get("glm4moe.expert_weights_norm", False),
+        "routed_scaling_factor": data.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": data.number("leading_dense_block_count", 0),
+    }
+
+
+def granite(data: Metadata) -> dict[str, Any]:
+    keys = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    config = base_config(data, keys)
+    # Without a scale of scores, llama.cpp takes that of Llama.
+    defaults = {"attention.scale": max(1, config["head_dim"]) ** -0.5}
+    return config | {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "mlp_bias": data.has("blk.0.ffn_up.bias"),
+        **{name: data.number(key, 0) or defaults.get(key, 1.0) for key, name in keys.items()},
     }
 
 
@@ -191,6 +240,23 @@ def qwen3_moe(data: Metadata) -> dict[str, Any]:
     }
 
 
+def olmo2(data: Metadata) -> dict[str, Any]:
+    """OLMo 3 has the same name, and windows."""
+    config = base_config(data) | {"attention_bias": data.has("blk.0.attn_q.bias")}
+    pattern = data.values.get("olmo2.attention.sliding_window_pattern")
+    if not isinstance(pattern, np.ndarray):
+        return config | {"architectures": ["Olmo2ForCausalLM"]}
+    return config | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": data.number("attention.sliding_window"),
+        "layer_types": _layer_types(pattern),
+    }
+
+
+def smollm3(data: Metadata) -> dict[str, Any]:
+    return llama(data) | {"architectures": ["SmolLM3ForCausalLM"]}
+
+
 def phi3(data: Metadata) -> dict[str, Any]:
     config = base_config(data)
     return config | {
@@ -213,7 +279,7 @@ def gemma3(data: Metadata) -> dict[str, Any]:
     pattern = data.values.get("gemma3.attention.sliding_window_pattern", 6)
     layers = {"sliding_window_pattern": pattern}
     if isinstance(pattern, np.ndarray):
-        layers = {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+        layers = {"layer_types": _layer_types(pattern)}
     return (
         config
         | layers
@@ -249,11 +315,16 @@ def _gemma(data: Metadata) -> dict[str, Any]:
     }
 
 
-def _check_router(data: Metadata) -> None:
-    function = data.number("expert_gating_func", SOFTMAX)
-    if function not in (0, SOFTMAX):
+def _layer_types(pattern: np.ndarray) -> list[str]:
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _check_router(data: Metadata, computed: int = SOFTMAX) -> None:
+    function = data.number("expert_gating_func", computed)
+    if function not in (0, computed):
         raise CheckpointError(
-            f"{data.architecture}.expert_gating_func is {function}: kvllm computes {SOFTMAX}, softmax"
+            f"{data.architecture}.expert_gating_func is {function}: kvllm computes {computed}, of "
+            f"{SOFTMAX}, softmax, and {SIGMOID}, sigmoid"
         )
 
 

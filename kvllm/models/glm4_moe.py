@@ -1,0 +1,104 @@
+"""GLM-4 MoE, GLM-4.5 to 4.7 among them: experts that sigmoids choose, and an MLP beside them for all tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from kvllm.models.base import Family, build_decoder
+from kvllm.models.config import ConfigKeys, ModelConfig, refuse
+from kvllm.models.experts import ExpertsMLP
+from kvllm.models.layers import Weight, whole
+from kvllm.models.mixture import make_experts
+from kvllm.models.parts import MLP, GatedMLP
+from kvllm.models.weights import LinearWeight, Packing
+from kvllm.parallel import Shard
+
+
+class Glm4MoeKeys(ConfigKeys, kw_only=True):
+    PARTIAL = True
+    DEFAULT_PARTIAL = 0.5
+
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    n_routed_experts: int = 128
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 1408
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+
+
+class Glm4MoeMLP(ExpertsMLP):
+    """Experts of the largest `sigmoid(router(x)) + bias`; the bias has no part in the sum. The router is of float32."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, shard, dtype, device)
+        self.router = LinearWeight(self.experts.count, config.hidden_size, torch.float32, device)
+        self.correction = torch.empty(self.experts.count, dtype=torch.float32, device=device)
+        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {
+            **super().weights(prefix),
+            f"{prefix}.gate.e_score_correction_bias": whole(self.correction),
+            **self.shared.weights(f"{prefix}.shared_experts"),
+        }
+
+    def allocate(self, packing: Packing) -> None:
+        super().allocate(packing)
+        self.shared.allocate(packing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shared.forward(x)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.router.multiply(x.float()).sigmoid()
+        experts = (scores + self.correction).topk(self.experts.per_token).indices
+        chosen = scores.gather(1, experts)
+        if self.experts.normalized:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return chosen * self.experts.scale, experts
+
+
+def make_mlp(layer: int, config: ModelConfig, *arguments: Any) -> MLP:
+    assert config.experts is not None
+    dense = layer in config.experts.dense_layers
+    return GatedMLP(config, *arguments) if dense else Glm4MoeMLP(config, *arguments)
+
+
+def read(keys: Glm4MoeKeys) -> dict[str, Any]:
+    if keys.n_group != 1 or keys.topk_group != 1:
+        refuse(f"n_group is {keys.n_group} and topk_group {keys.topk_group}: experts are chosen by group")
+    experts = make_experts(
+        keys.n_routed_experts,
+        keys.num_experts_per_tok,
+        keys.moe_intermediate_size,
+        keys.norm_topk_prob,
+        tuple(range(min(keys.first_k_dense_replace, keys.num_hidden_layers))),
+    )
+    shared = keys.n_shared_experts * keys.moe_intermediate_size
+    if not 1 <= shared <= 1 << 20:
+        refuse(f"n_shared_experts is {keys.n_shared_experts}: an MLP for all tokens of {shared} columns")
+    return {
+        "qkv_bias": keys.attention_bias,
+        "qk_norm": keys.use_qk_norm,
+        "experts": msgspec.structs.replace(experts, scale=keys.routed_scaling_factor, shared_intermediate_size=shared),
+    }
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    keys=Glm4MoeKeys,
+    read=read,
+    build=partial(build_decoder, make_mlp=make_mlp),
+    extra_layers=True,
+)
