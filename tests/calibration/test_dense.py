@@ -16,7 +16,9 @@ from tests.helpers.transformers_decoder import TransformersDecoder
 LENGTH, BEGIN = 30, 12
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-named-windows", "gemma2", "gemma3", "gpt-oss", "olmo2", "granite"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "qwen3-named-windows", "gemma2", "gemma3", "gpt-oss", "olmo2", "granite"]
+)
 @torch.no_grad()
 def test_predictions_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """As it is, and with tokens that the last ones do not attend to in one layer."""
