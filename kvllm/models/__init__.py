@@ -23,6 +23,9 @@ MODELS = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures end whose heads score classes, in place of `ForCausalLM`."""
+
 NOT_COMPUTED = {
     "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
     "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
@@ -40,6 +43,8 @@ NOT_COMPUTED = {
 
 def what_is_not_computed(architecture: str) -> str | None:
     """What kvllm does not compute of an architecture that is not in MODELS; None if that is not known."""
+    if architecture.endswith(CLASSIFIER):
+        return 'scores of classes in place of text, for runner="pooling"'
     if architecture.endswith("ForConditionalGeneration"):
         return "images or sound beside text"
     return NOT_COMPUTED.get(architecture)
