@@ -46,7 +46,7 @@ class PoolingEngine:
         self.model_config = args.model_config
         self.engine_config = args.engine_config
         self.tokenizer: Tokenizer | None = read_tokenizer(args)
-        self.stats = EngineStats(num_blocks=0)
+        self.stats = EngineStats(num_blocks=1)  # of which none is ever in use
         self._inputs = InputProcessor(self.engine_config, self.model_config.vocab_size, self.tokenizer)
         self._lock = Lock()
         self._runner = self._load(args)
@@ -121,10 +121,11 @@ class PoolingEngine:
             yield range(first, len(lengths))
 
     def _token_ids(self, prompt: Prompt, params: PoolingParams, special: bool) -> list[int]:
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         most = self.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-        of_text = isinstance(text, str) and not (isinstance(prompt, Mapping) and prompt.get(PROMPT_KEYS[0]) is not None)
-        if of_text and self.tokenizer is not None and not (special and most is None):
+        text = prompt
+        if isinstance(prompt, Mapping) and prompt.get(PROMPT_KEYS[0]) is None:
+            text = prompt.get("prompt")
+        if isinstance(text, str) and self.tokenizer is not None and not (special and most is None):
             return self.tokenizer.encode(text, add_special_tokens=special, most=most)
         return self._inputs.tokens_of(prompt)[1][:most]
 
