@@ -33,7 +33,7 @@ from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import resolve
 from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
-from kvllm.models.pooling import CONVERSIONS, RUNNERS, PoolerConfig, PoolingConfig, read_pooling
+from kvllm.pooling_config import CONVERSIONS, RUNNERS, PoolerConfig, PoolingConfig, read_pooling
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 DEVICES = ("auto", "cuda", "cpu")

@@ -29,7 +29,7 @@ from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS
-from kvllm.models.pooling import CONVERSIONS, RUNNERS
+from kvllm.pooling_config import CONVERSIONS, RUNNERS
 
 NONE = "none"
 SETTINGS = "POLICY|KEY=VALUE,...|JSON"

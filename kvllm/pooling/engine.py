@@ -13,12 +13,12 @@ from kvllm.core.input_processor import InputProcessor
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import check_device, dtype_of, local_device, read_tokenizer, runner_settings
 from kvllm.errors import ConfigError, RequestError
-from kvllm.models.pooling import PoolingConfig
 from kvllm.parallel import SingleRank
 from kvllm.pooling.attention import CausalPasses
 from kvllm.pooling.head import load_head
 from kvllm.pooling.params import PoolingParams
 from kvllm.pooling.runner import PoolingRequest, PoolingRunner
+from kvllm.pooling_config import PoolingConfig
 from kvllm.prompts import PROMPT_KEYS, Prompt
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import CheckpointTensor, open_checkpoint
 from kvllm.models.config import ModelConfig
 from kvllm.models.loader import EMBEDDING, HEAD, SCORE, of_whole_model
-from kvllm.models.pooling import Activation, Dense, PoolingConfig, ScoreRows
+from kvllm.pooling_config import Activation, Dense, PoolingConfig, ScoreRows
 from kvllm.tokenizer import Tokenizer
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

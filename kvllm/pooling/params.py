@@ -7,7 +7,7 @@ from typing import ClassVar
 from kvllm.config import Refused, require
 from kvllm.config.checks import Options, check_types
 from kvllm.errors import RequestError
-from kvllm.models.pooling import PoolingConfig
+from kvllm.pooling_config import PoolingConfig
 
 TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify")}
 """By what a model does: of a prompt, and of each of its tokens."""

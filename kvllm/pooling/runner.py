@@ -11,9 +11,9 @@ import torch
 
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
-from kvllm.models.pooling import Activation, Pooling
 from kvllm.pooling.attention import BidirectionalPass, CausalPasses
 from kvllm.pooling.head import ACTIVATIONS, PoolingHead
+from kvllm.pooling_config import Activation, Pooling
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.transfer import to_device
 

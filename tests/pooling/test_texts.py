@@ -121,6 +121,19 @@ def test_embeddings_are_compared(tmp_path: Path, causal: Path) -> None:
     )
 
 
+def test_template_of_qwen3_reranker() -> None:
+    """The prompt is the one of the model's card."""
+    template = (Path(__file__).parents[2] / "examples" / "qwen3_reranker.jinja").read_text()
+    messages = [{"role": "query", "content": "a query"}, {"role": "document", "content": "a document"}]
+    text = byte_level("plain").apply_chat_template(messages, chat_template=template, add_generation_prompt=False)
+    assert text == (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+        "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: a query\n<Document>: a document<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
 @pytest.mark.parametrize("kind", ["plain", "bos"])
 def test_texts_are_cut_before_their_special_tokens(kind: str) -> None:
     """As transformers cuts them, on the right."""

@@ -17,7 +17,7 @@ from kvllm.config import require
 from kvllm.config.checks import Options, check_types
 from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
-from kvllm.models.config import CLASSIFIER
+from kvllm.models import CLASSIFIER
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
