@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kvllm import LLM, CheckpointError, ConfigError, PoolingParams, RequestError
+from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.families import FAMILIES
 from tests.helpers.pooling import GEMMA, add_modules, embedding, hidden_states, logits, save
@@ -44,6 +46,60 @@ def test_embedding_gemma(tmp_path: Path) -> None:
     model = save(tmp_path, "", **GEMMA)
     layers = add_modules(tmp_path, "mean_tokens", dense=[(64, 96), (96, 48)])
     assert_embeds(start(tmp_path), lambda prompt: embedding(model, prompt, "MEAN", layers))
+
+
+def test_config_of_embeddinggemma(tmp_path: Path) -> None:
+    """The published one: a window of 512 tokens is 256 to either side, and the token itself."""
+    keys = {
+        "architectures": ["Gemma3TextModel"],
+        "model_type": "gemma3_text",
+        "_sliding_window_pattern": 6,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "dtype": "float32",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "use_bidirectional_attention": True,
+        "vocab_size": 262144,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    config = load_model_config(tmp_path, generates=False)
+    assert not config.causal and not config.generates and config.architecture == "Gemma3ForCausalLM"
+    assert config.windows == ((257,) * 5 + (None,)) * 4
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_attention_to_both_sides_that_is_not_computed(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[family])
+    with pytest.raises(CheckpointError, match="those after them"):
+        start(tmp_path, runner="pooling", hf_overrides={"is_causal": False})
+
+
+def test_weights_of_few_bits(tmp_path: Path) -> None:
+    """Near those of float32."""
+    make_checkpoint(tmp_path, **QWEN)
+    exact, rounded = (
+        torch.tensor([each.outputs.embedding for each in start(tmp_path, runner="pooling", **more).embed(PROMPTS)])
+        for more in ({}, {"quantization": "int8"})
+    )
+    assert 1e-6 < (exact - rounded).abs().max() < 0.05
 
 
 def test_is_causal_false(tmp_path: Path) -> None:
