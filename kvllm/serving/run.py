@@ -25,7 +25,7 @@ from kvllm.serving import live
 from kvllm.serving.app import make_app
 from kvllm.serving.http import HttpProtocol
 from kvllm.serving.parser_choice import with_parsers
-from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.serving.state import ServerOptions, ServerState, start_engine
 from kvllm.serving.supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
     bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     options = with_parsers(options, args)
-    engine = (AsyncPooling if args.pooling else AsyncLLM).from_engine_args(args)
+    engine = start_engine(args)
     gc.collect()
     gc.freeze()  # models and libraries stay: to look through them again and again would hold up steps and streams
     try:

@@ -72,6 +72,11 @@ class ServerOptions:
     enable_tokenizer_info_endpoint: bool = False
 
 
+def start_engine(args: EngineArgs) -> AsyncLLM | AsyncPooling:
+    """The engine of a server. Raises ConfigError and CheckpointError as `LLM` does."""
+    return (AsyncPooling if args.pooling else AsyncLLM).from_engine_args(args)
+
+
 class ServerState:
     """The engine and all that belongs to it. Used on the event loop alone.
 
