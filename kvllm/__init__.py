@@ -9,6 +9,13 @@ from kvllm.config import CompressionConfig, TenantConfig, register_policy
 from kvllm.core.policies import Periodic, Pressure, Standalone, Threshold
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from kvllm.pooling.params import PoolingParams
 from kvllm.prompts import TextPrompt, TokensPrompt
 from kvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from kvllm.structured_outputs import StructuredOutputsParams
@@ -25,18 +32,23 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CheckpointError",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "CompressionConfig",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "KvLLMError",
     "Periodic",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "Pressure",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Standalone",
     "StructuredOutputsParams",
     "TenantConfig",

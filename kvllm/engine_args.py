@@ -33,6 +33,7 @@ from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import resolve
 from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
+from kvllm.pooling_config import CONVERSIONS, RUNNERS, PoolerConfig, PoolingConfig, read_pooling
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 DEVICES = ("auto", "cuda", "cpu")
@@ -67,9 +68,7 @@ REFUSED: Refused = {
         (False,),
         "prompts may be token ids in any case, and SamplingParams(detokenize=False) makes no text",
     ),
-    "task": (("auto", "generate"), ONE_MODEL + ", which generates text"),
-    "runner": (("auto", "generate"), ONE_MODEL + ", which generates text"),
-    "convert": (("auto", "none"), ONE_MODEL + ", which generates text"),
+    "task": (("auto", "generate"), 'give runner="pooling" instead, and convert="embed" or "classify"'),
     "logits_processors": (
         ([],),
         "no code of a user runs in a step: use logit_bias, allowed_token_ids, bad_words or structured_outputs",
@@ -179,6 +178,11 @@ class EngineArgs:
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU. "dtype": the
             integers of a GGUF file, which a CPU computes with, are expanded to `dtype`.
+        runner: "generate" for text; "pooling" for embeddings, scores or classes, with the methods and routes for these;
+            "auto" for what the checkpoint is made for.
+        convert: what a model of text is pooled for, where its files do not say: "embed" or "classify".
+        pooler_config: how: {"pooling_type": "LAST", "MEAN" or "CLS", "use_activation": true}, where the checkpoint does
+            not say, or says otherwise.
         speculative_config: draft several tokens of a sequence and let one pass find the right ones: options of
             SpeculativeConfig, as {"method": "ngram", "num_speculative_tokens": 8}.
 
@@ -233,6 +237,9 @@ class EngineArgs:
     async_scheduling: bool | None = None
     quantization: str | None = None
     speculative_config: dict[str, Any] | None = None
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -317,9 +324,15 @@ class EngineArgs:
         return sampling_defaults(self.path, self.generation_config)
 
     @cached_property
+    def pooling(self) -> PoolingConfig | None:
+        """How the model is pooled, None if it generates text. Raises CheckpointError, and ConfigError."""
+        pooler = None if self.pooler_config is None else PoolerConfig(**self.pooler_config)
+        return read_pooling(self.path, self.hf_overrides, self.runner, self.convert, pooler)
+
+    @cached_property
     def model_config(self) -> ModelConfig:
         """The checkpoint's. Raises CheckpointError, and ConfigError for options that do not fit the model."""
-        model = load_model_config(self.path, self.hf_overrides)
+        model = load_model_config(self.path, self.hf_overrides, generates=self.pooling is None)
         if named := named_eos_tokens(self.generation_config):
             eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *named)))
             model = msgspec.structs.replace(model, eos_token_ids=eos_token_ids)
@@ -430,6 +443,8 @@ class EngineArgs:
             "load_format": LOAD_FORMATS,
             "quantization": (*QUANTIZATIONS, None),
             "kv_offloading_backend": ("native",),
+            "runner": RUNNERS,
+            "convert": CONVERSIONS,
         }
         for field, names in allowed.items():
             value = getattr(self, field)

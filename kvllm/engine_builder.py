@@ -59,22 +59,19 @@ def build_engine(args: EngineArgs) -> Engine:
         ConfigError, CheckpointError: before any weights are read, wherever that can be known.
     """
     set_up_threads()
+    if args.pooling:
+        raise ConfigError(
+            f'{args.path} is run for embeddings, scores or classes: use LLM, or kvllm serve, or give runner="generate"'
+        )
     config, shape = args.engine_config, cache_shape(args)
-    tokenizer = _tokenizer(args)
+    tokenizer = read_tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
         workers = _start_workers(args) if args.uses_ray else None
         if workers:
             started.callback(workers.close)
         device = workers.device if workers else local_device(args)
-        if device == "cuda" and args.quantization not in (None, EXPANDED):
-            raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
-        form = args.model_config.weight_format
-        if device == "cuda" and form and form.integers:
-            raise ConfigError(
-                f"{args.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
-                'checkpoint of floating point, or device="cpu"'
-            )
+        check_device(args, device)
         if device == "cuda" and config.recalls:
             raise ConfigError(
                 "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "
@@ -96,7 +93,7 @@ def build_engine(args: EngineArgs) -> Engine:
         )
         if args.max_model_len is not None:
             check_pool(config)
-        settings = _settings(args, config, tokenizer, args.gpu_memory_utilization if measures else None)
+        settings = runner_settings(args, config, tokenizer, args.gpu_memory_utilization if measures else None)
         load = partial(_load_on, workers) if workers else partial(_load_here, device)
         engine, loaded = load(settings, tokenizer)
         if args.max_model_len is not None:
@@ -112,24 +109,40 @@ def build_engine(args: EngineArgs) -> Engine:
     return engine
 
 
+def check_device(args: EngineArgs, device: str) -> None:
+    """Raise ConfigError for weights that a device does not compute with."""
+    if device == "cuda" and args.quantization not in (None, EXPANDED):
+        raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
+    form = args.model_config.weight_format
+    if device == "cuda" and form and form.integers:
+        raise ConfigError(
+            f"{args.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
+            'checkpoint of floating point, or device="cpu"'
+        )
+
+
 def check_engine(args: EngineArgs) -> None:
     """Find out whether an engine of one rank can be, without its weights.
 
     Raises:
         ConfigError, CheckpointError: as `build_engine`.
     """
-    settings = _settings(args, args.engine_config, None, None)
+    settings = runner_settings(args, args.engine_config)
     check_runner(settings, SingleRank(), torch.device(local_device(args)))
 
 
-def _settings(
-    args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer | None, utilization: float | None
+def runner_settings(
+    args: EngineArgs,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None = None,
+    utilization: float | None = None,
 ) -> RunnerSettings:
+    """What a rank loads its shard with. utilization: as gpu_memory_utilization there."""
     return RunnerSettings(
         str(args.path.absolute()),  # links stay: in a hub's cache, they alone have the names of files
         _with_eos_tokens(args.model_config, tokenizer),
         config,
-        _dtype(args),
+        dtype_of(args),
         args.attention_backend,
         args.load_format,
         args.enforce_eager,
@@ -141,7 +154,7 @@ def _settings(
 
 def cache_shape(args: EngineArgs) -> CacheShape:
     """Sizes of what one rank stores for each token."""
-    return rank_cache_shape(args.model_config, _dtype(args), args.engine_config, args.tensor_parallel_size)
+    return rank_cache_shape(args.model_config, dtype_of(args), args.engine_config, args.tensor_parallel_size)
 
 
 def local_device(args: EngineArgs) -> str:
@@ -159,13 +172,13 @@ def _with_eos_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelCo
     return structs.replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *known))))
 
 
-def _dtype(args: EngineArgs) -> str:
+def dtype_of(args: EngineArgs) -> str:
     """The name of the type that weights, activations and KV pairs have."""
     asked = args.model_config.dtype if args.dtype == "auto" else args.dtype
     return "float32" if asked == "float16" and local_device(args) == "cpu" else asked
 
 
-def _tokenizer(args: EngineArgs) -> Tokenizer | None:
+def read_tokenizer(args: EngineArgs) -> Tokenizer | None:
     """None if the checkpoint has none. One that was asked for must be there."""
     if args.tokenizer is None and not has_tokenizer(args.path):
         return None

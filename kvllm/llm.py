@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from inspect import signature
 from itertools import count
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
@@ -22,13 +21,17 @@ from kvllm.engine_builder import build_engine, cache_shape
 from kvllm.errors import RequestError
 from kvllm.metrics import Metric, metrics_of
 from kvllm.outputs import BeamSearchOutput, RequestOutput
-from kvllm.prompts import Array, Prompt
+from kvllm.pooling.engine import PoolingEngine, wrong_runner
+from kvllm.pooling.methods import PoolingMethods
+from kvllm.prompts import Prompt, batch_of, one_for_each
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from kvllm.engine_builder import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +49,8 @@ def _with_options_of(args: Callable[P, Any]) -> Callable[[Callable[..., None]], 
     return decorate
 
 
-class LLM:
-    """A model with its KV pool, for batches of prompts.
+class LLM(PoolingMethods):
+    """A model with its KV pool, for batches of prompts; or without, for embeddings, scores and classes.
 
     Its options are those of `kvllm.engine_args.EngineArgs`, which describes each of them: the directory of a
     checkpoint, or the id of a model on a hub, first, all others by keyword.
@@ -62,12 +65,23 @@ class LLM:
         self.engine_args = engine_args
         self._default_params = SamplingParams(**engine_args.sampling_defaults)
         self.model_config = engine_args.model_config
-        self.cache_shape = cache_shape(engine_args)
-        self.llm_engine = build_engine(engine_args)
-        self.config = self.llm_engine.config
-        self.tokenizer = self.llm_engine.inputs.tokenizer
         self._request_ids = count()
-        self._calls = SharedEngine(self.llm_engine)
+        self._pooling = PoolingEngine(engine_args) if engine_args.pooling else None
+        if self._pooling:
+            self.config, self.tokenizer = self._pooling.engine_config, self._pooling.tokenizer
+            return
+        self.cache_shape = cache_shape(engine_args)
+        self._engine = build_engine(engine_args)
+        self.config = self._engine.config
+        self.tokenizer = self._engine.inputs.tokenizer
+        self._calls = SharedEngine(self._engine)
+
+    @property
+    def llm_engine(self) -> Engine:
+        """The engine that generates text. Raises RequestError if the model is run for embeddings, scores or classes."""
+        if self._pooling:
+            raise wrong_runner("generation", pooling=True)
+        return self._engine
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -107,7 +121,7 @@ class LLM:
             ConfigError: `sampling_params` are no SamplingParams.
         """
         _refuse_adapter(lora_request)
-        return self._generate(*_batch_of(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(*batch_of(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -187,7 +201,7 @@ class LLM:
         _refuse_adapter(lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit={concurrency_limit} is not allowed: at least 1, or None")
-        batch, alone = _batch_of(prompts)
+        batch, alone = batch_of(prompts)
         outputs, searches = self._begin_searches(batch, params)
         step = concurrency_limit or len(searches) or 1
         with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as bar:
@@ -265,7 +279,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """prompts: a RequestError stands for what could not be made a prompt. alone: errors are raised."""
         params = self._params_of(sampling_params, len(prompts))
-        priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(prompts))
+        priorities = one_for_each("priority", 0 if priority is None else priority, int, len(prompts))
         orders = []
         for prompt, sampling, number in zip(prompts, params, priorities, strict=True):
             request_id = str(next(self._request_ids))
@@ -278,7 +292,7 @@ class LLM:
     def _params_of(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _one_for_each("sampling_params", sampling_params, SamplingParams, num_prompts)
+        params = one_for_each("sampling_params", sampling_params, SamplingParams, num_prompts)
         for each in params:
             check_sampling(each)
         return params
@@ -350,36 +364,12 @@ class LLM:
         )
 
 
-def _batch_of(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether it was a single prompt. An iterator is read once, to its end."""
-    if isinstance(prompts, str | bytes | bytearray | Mapping):
-        return [prompts], True
-    if isinstance(prompts, Array):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts={prompts!r} is not allowed: give a prompt (text or token ids) or a list of them")
-    batch = list(prompts)
-    if batch and all(isinstance(item, Integral) and not isinstance(item, bool) for item in batch):
-        return [batch], True
-    return batch, False
-
-
 def _conversations_of(messages: Any) -> tuple[list[Any], bool]:
     """Conversations as a list, and whether it was a single one. A list without lists is one conversation."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         return [messages], True
     found = list(messages)
     return (found, False) if any(isinstance(each, list | tuple) for each in found) else ([found], True)
-
-
-def _one_for_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
-    """One value for all prompts, or an iterable with one for each, as a list."""
-    if isinstance(given, kind | str | Mapping) or not isinstance(given, Iterable):
-        return [given] * num_prompts
-    values = list(given)
-    if len(values) != num_prompts:
-        raise RequestError(f"{len(values)} {name} for {num_prompts} prompts: give one for all or one for each")
-    return values
 
 
 def _refuse_adapter(lora_request: Any) -> None:

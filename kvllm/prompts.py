@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
+from numbers import Integral
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from kvllm.errors import RequestError
@@ -62,3 +63,27 @@ def check_keys(prompt: Mapping[Any, Any]) -> None:
             raise RequestError(f"{allowed}, {key!r} is neither{near}")
     if all(prompt.get(key) is None for key in PROMPT_KEYS):
         raise RequestError(f"{allowed}, this one has {list(prompt)}")
+
+
+def batch_of(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether it was a single prompt. An iterator is read once, to its end."""
+    if isinstance(prompts, str | bytes | bytearray | Mapping):
+        return [prompts], True
+    if isinstance(prompts, Array):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts={prompts!r} is not allowed: give a prompt (text or token ids) or a list of them")
+    batch = list(prompts)
+    if batch and all(isinstance(item, Integral) and not isinstance(item, bool) for item in batch):
+        return [batch], True
+    return batch, False
+
+
+def one_for_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+    """One value for all prompts, or an iterable with one for each, as a list."""
+    if isinstance(given, kind | str | Mapping) or not isinstance(given, Iterable):
+        return [given] * num_prompts
+    values = list(given)
+    if len(values) != num_prompts:
+        raise RequestError(f"{len(values)} {name} for {num_prompts} prompts: give one for all or one for each")
+    return values

@@ -69,8 +69,10 @@ class Tokenizer:
         # Log probabilities of the whole vocabulary name each of its tokens at every position.
         self.decode_token = cache(self._decode_token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a prompt. Text made by `apply_chat_template` has its special tokens already.
+
+        most: so many tokens, special ones among them; the last ones of a longer text are left out.
 
         Raises:
             RequestError: not a string, not encodable as UTF-8, or with characters that the vocabulary lacks.
@@ -83,8 +85,14 @@ class Tokenizer:
             raise RequestError(f"the prompt is not valid Unicode: {error}") from None
         try:
             if self._backend is not None:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+                if most is None:
+                    return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                encoded = self._backend.encode(text, add_special_tokens=False)
+                special = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+                encoded.truncate(max(0, most - special))
+                return self._backend.post_process(encoded, None, add_special_tokens).ids
+            cut = {} if most is None else {"truncation": True, "max_length": most}
+            return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False, **cut)
         except Exception as error:  # tokenizers raises bare Exception for a character without a token
             raise RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}") from None
 
@@ -144,6 +152,10 @@ class Tokenizer:
             return self.hf.get_chat_template(chosen, tools)
         except ValueError as error:  # of several, none is the default
             raise RequestError(f"the checkpoint has no chat template by default: {error}") from None
+
+    def token_id(self, name: str) -> int | None:
+        """Of a token as the vocabulary writes it; None if it has none."""
+        return next(self._known([name]), None)
 
     def _known(self, names: Iterable[str]) -> Iterator[int]:
         """Ids of the tokens that the vocabulary has: transformers gives that of an unknown token for the others."""

@@ -22,7 +22,7 @@ from kvllm.errors import ConfigError, ServerError
 
 BEGINNING = b'{"id":"batch_req_'
 """Of every line of the output."""
-ROUTES = ("/v1/completions", "/v1/chat/completions")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/score", "/rerank")
 
 
 class BatchRequest(Struct):
@@ -189,7 +189,7 @@ def _refusal(request: BatchRequest) -> str | None:
     if request.method != "POST":
         return f"method {request.method!r} is not allowed: use POST"
     if request.url not in ROUTES:
-        return f"url {request.url!r} is not allowed: use {' or '.join(ROUTES)}"
+        return f"url {request.url!r} is not allowed: use one of {', '.join(ROUTES)}"
     if request.body.get("stream"):
         return "a batch has no streams: leave out stream"
     return None

@@ -117,20 +117,23 @@ class InputProcessor:
     def check(self, token_ids: list[int], sampling: SamplingParams, max_logprobs: int | None = None) -> None:
         """Raises RequestError for a prompt or for options that this engine cannot serve. max_logprobs: instead of the
         engine's."""
-        generated = sampling.max_tokens != 0
-        longest = self.config.max_model_len - generated
+        self.check_prompt(token_ids, generates=sampling.max_tokens != 0)
+        self._check_options(sampling, self.config.max_logprobs if max_logprobs is None else max_logprobs)
+
+    def check_prompt(self, token_ids: list[int], *, generates: bool) -> None:
+        """Raises RequestError for a prompt that the model cannot read. generates: a token follows it."""
+        longest = self.config.max_model_len - generates
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) > longest:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} "
-                f"{'and one generated token' if generated else 'of them'}: shorten the prompt or raise max_model_len"
+                f"{'and one generated token' if generates else 'of them'}: shorten the prompt or raise max_model_len"
             )
         outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
         if outside:
             largest = self.vocab_size - 1
             raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
-        self._check_options(sampling, self.config.max_logprobs if max_logprobs is None else max_logprobs)
 
     def check_grammar(self, rule: StructuredOutputsParams) -> None:
         """Raises RequestError for structured outputs that cannot be followed. Any thread may call it, and one that does

@@ -29,6 +29,7 @@ from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS
+from kvllm.pooling_config import CONVERSIONS, RUNNERS
 
 NONE = "none"
 SETTINGS = "POLICY|KEY=VALUE,...|JSON"
@@ -38,6 +39,7 @@ READERS: dict[str, dict[str, Any]] = {
     "kv_cache_memory_bytes": {"type": parse_bytes, "metavar": "SIZE"},
     "hf_overrides": {"type": reader(parse_json_object, "--hf-overrides"), "metavar": "JSON"},
     "speculative_config": {"type": reader(parse_json_object, "--speculative-config"), "metavar": "JSON"},
+    "pooler_config": {"type": reader(parse_json_object, "--pooler-config"), "metavar": "JSON"},
     "kv_offloading_size": {"type": parse_gib, "metavar": "GIB"},
     "swap_space": {"type": parse_gib, "metavar": "GIB"},
     "kv_offloading_disk_size": {"type": parse_gib, "metavar": "GIB"},
@@ -52,6 +54,8 @@ CHOICES = {
     "swap": SWAP_MODES,
     "load_format": LOAD_FORMATS,
     "quantization": tuple(QUANTIZATIONS),
+    "runner": RUNNERS,
+    "convert": CONVERSIONS,
 }
 """So that a shell completes them, and a mistyped one gets the nearest name."""
 

@@ -65,17 +65,16 @@ async def _answer_all(
     import httpx2
     from tqdm import tqdm
 
-    from kvllm.async_llm import AsyncLLM
     from kvllm.client.batch import run_batch
     from kvllm.serving.app import make_app
     from kvllm.serving.parser_choice import with_parsers
-    from kvllm.serving.state import ServerOptions, ServerState
+    from kvllm.serving.state import ServerOptions, ServerState, start_engine
 
     names = (args.served_model_name or engine_args.served_name,)
     options = with_parsers(ServerOptions(names, **chat_options(args)), engine_args)
-    llm = AsyncLLM.from_engine_args(engine_args)
+    engine = start_engine(engine_args)
     try:
-        state = ServerState(engine_args, options, llm)
+        state = ServerState(engine_args, options, engine)
         transport = httpx2.ASGITransport(make_app(state))
         limit = args.max_concurrency or 2 * engine_args.max_num_seqs
         hidden = args.disable_tqdm or not sys.stderr.isatty()
@@ -84,4 +83,4 @@ async def _answer_all(
             with bar, warnings_only("kvllm.serving.app"):
                 await run_batch(client, args.input_file, output, limit, bar.update)
     finally:
-        llm.shutdown()
+        engine.shutdown()

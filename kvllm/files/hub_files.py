@@ -28,6 +28,11 @@ DESCRIPTION = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     INDEX_FILE,
+    "modules.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_Dense/model.safetensors",
+    "*_LogitScore/config.json",
     "kv_*.json",
     "kv_*.safetensors",
 )

@@ -34,6 +34,9 @@ MODELS = {
 }
 
 TWO_SIZES = "heads of one size in layers with a window and of another in those without"
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures end whose heads score classes, in place of `ForCausalLM`."""
+
 NOT_COMPUTED = {
     "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
     "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
@@ -52,6 +55,8 @@ NOT_COMPUTED = {
 
 def what_is_not_computed(architecture: str) -> str | None:
     """What kvllm does not compute of an architecture that is not in MODELS; None if that is not known."""
+    if architecture.endswith(CLASSIFIER):
+        return 'scores of classes in place of text, for runner="pooling"'
     is_multimodal = architecture.endswith("ForConditionalGeneration")
     return NOT_COMPUTED.get(architecture, "images or sound beside text" if is_multimodal else None)
 

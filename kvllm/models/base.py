@@ -219,7 +219,8 @@ def build_decoder(
         for index, mixer in enumerate(mixers)
     ]
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
-    return Decoder(embedding, layers, final_norm, LMHead(embedding, config.tie_word_embeddings, shard), config)
+    tied = config.tie_word_embeddings or not config.generates
+    return Decoder(embedding, layers, final_norm, LMHead(embedding, tied, shard), config)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
-from kvllm.models import MODELS, model_family, what_is_not_computed
+from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
 from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.nearest import nearest_family
@@ -68,6 +68,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     recurrent: None unless other layers hold a state in the place of KV pairs.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
+    generates: without it, the model ends with hidden states: it has no head, and the checkpoint's, if any, is not its.
+    causal: without it, tokens attend those after them, too; a window of w tokens then reaches w - 1 to either side.
     """
 
     architecture: str
@@ -105,6 +107,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     text_of: str | None = None
+    generates: bool = True
+    causal: bool = True
 
     @property
     def mlp_columns(self) -> dict[str, int]:
@@ -182,10 +186,11 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+def load_model_config(path: Path, overrides: dict[str, Any] | None = None, *, generates: bool = True) -> ModelConfig:
     """The config of the checkpoint `path`, and tokens that its `generation_config.json` names, if there is one.
 
-    overrides: keys with other values than `config.json` has.
+    overrides: keys with other values than `config.json` has. generates: without it, the checkpoint may be a classifier,
+        and its tokens may attend those after them.
 
     Raises CheckpointError if the directory or `config.json` is missing, a file is malformed or has sizes that cannot
     be, or asks for a feature that kvllm does not compute.
@@ -196,7 +201,8 @@ def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> Mo
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
     try:
-        return _model_config(text_config(checkpoint.config()) | (overrides or {}), generation)
+        raw = text_config(checkpoint.config()) | (overrides or {})
+        return _model_config(raw, generation) if generates else _encoder_config(raw, generation)
     except (CheckpointError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{checkpoint.config_file}: {error}") from error
 
@@ -247,6 +253,27 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     _check_totals(config)
     _check_token_ids(config)
     return config
+
+
+def _encoder_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelConfig:
+    """The config of what comes before a head."""
+    names = [str(name).replace(CLASSIFIER, "ForCausalLM") for name in raw.get("architectures") or ()]
+    names = [name.replace("TextForCausalLM", "ForCausalLM") for name in names]
+    causal = raw.get("use_bidirectional_attention") not in (True, "all") and raw.get("is_causal") is not False
+    changed = {} if causal else {"use_bidirectional_attention": None, "is_causal": True}
+    config = _model_config(raw | {"architectures": names} | changed, generation)
+    config = msgspec.structs.replace(config, generates=False, causal=causal)
+    return config if causal else _both_ways(config, raw)
+
+
+def _both_ways(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
+    """The config of a model whose tokens attend those after them, too."""
+    if any(layer.soft_cap is not None or layer.sinks for layer in config.layers):
+        refuse("tokens attend to those after them, and scores of attention are bounded or have sinks")
+    if raw.get("is_causal") is False and any(config.windows):
+        refuse("is_causal is false, and layers have windows")
+    halves = (layer.window and layer.window // 2 + 1 for layer in config.layers)  # as transformers reads Gemma's
+    return msgspec.structs.replace(config, layers=tuple(map(LayerAttention, halves)))
 
 
 def _architecture(raw: dict[str, Any]) -> str:

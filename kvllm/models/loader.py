@@ -30,6 +30,8 @@ from kvllm.parallel import Shard
 
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 EMBEDDING, HEAD, BASE = "model.embed_tokens.weight", "lm_head.weight", "model."
+SCORE = "score.weight"
+"""The matrix of a classifier `[labels, hidden_size]`."""
 
 Tensors = Mapping[str, CheckpointTensor]
 """Every tensor of a checkpoint by name."""
@@ -54,8 +56,10 @@ def load_model(
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.open_tensors() as opened:
-        found = _of_whole_model(text_tensors(opened) if config.text_of else opened)
+        found = of_whole_model(text_tensors(opened) if config.text_of else opened)
         found = _without_extra_layers(found, config)
+        if not config.generates:
+            found = {name: tensor for name, tensor in found.items() if name not in (HEAD, SCORE)}
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)
@@ -132,11 +136,11 @@ def _empty_model(
     return model_family(config.architecture).build(config, shard, dtype, device, max_model_len)
 
 
-def _of_whole_model(found: Tensors) -> Tensors:
+def of_whole_model(found: Tensors) -> Tensors:
     """All tensors by the names that they have in a whole model. Those saved from its base class lack the prefix."""
     if any(name.startswith(BASE) for name in found):
         return found
-    return {name if name == HEAD else BASE + name: tensor for name, tensor in found.items()}
+    return {name if name in (HEAD, SCORE) else BASE + name: tensor for name, tensor in found.items()}
 
 
 def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:

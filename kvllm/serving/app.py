@@ -16,23 +16,41 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvllm.pooling.engine import wrong_runner
 from kvllm.serving import (
     chat,
     completions,
     information,
     live_routes,
     messages,
+    pooling,
     responses,
     stored_responses,
 )
-from kvllm.serving.context import RequestContext, clean_request_id
+from kvllm.serving.context import RequestContext, clean_request_id, context_of
 from kvllm.serving.errors import ApiError, as_api_error
 from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Any]]
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATING: dict[str, Handler] = {
+    "/v1/completions": completions.create,
+    "/v1/chat/completions": chat.create,
+    "/v1/responses": responses.create,
+    "/v1/messages": messages.create,
+}
+POOLING: dict[str, Handler] = {
+    "/v1/embeddings": pooling.embeddings,
+    "/pooling": pooling.pooling,
+    "/classify": pooling.classify,
+    "/score": pooling.score,
+    "/v1/score": pooling.score,
+    "/rerank": pooling.rerank,
+    "/v1/rerank": pooling.rerank,
+    "/v2/rerank": pooling.rerank,
+}
+"""What servers of the two kinds of models do, and answer for each other with a refusal."""
 EXPOSED = ("X-Request-Id", "Retry-After")
 """Headers of an answer that scripts of other origins may read."""
 GONE = 499
@@ -41,15 +59,10 @@ GONE = 499
 
 def make_app(state: ServerState) -> ASGIApp:
     """The application that serves an engine."""
-    routes = [
-        Route("/v1/completions", completions.create, methods=["POST"]),
-        Route("/v1/chat/completions", chat.create, methods=["POST"]),
-        Route("/v1/responses", responses.create, methods=["POST"]),
-        _by_method("/v1/responses/{id}", GET=stored_responses.retrieve, DELETE=stored_responses.delete),
-        Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
-        Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
-        Route("/v1/messages", messages.create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+    own, other = (POOLING, GENERATING) if state.pools else (GENERATING, POOLING)
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in own.items()]
+    routes += [Route(path, _wrong_runner, methods=["POST"]) for path in other]
+    routes += [
         Route("/v1/models", information.list_models),
         Route("/v1/models/{id:path}", information.get_model),
         Route("/tokenize", information.tokenize, methods=["POST"]),
@@ -60,11 +73,9 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/metrics", information.metrics),
         Route("/load", information.load),
         Route("/openapi.json", information.openapi),
-        Route("/live/events", live_routes.events),
-        _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
-        Route("/", live_routes.file),
-        Route("/page/{name}", live_routes.file),
     ]
+    if not state.pools:
+        routes += _around_generation()
     if state.options.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", information.tokenizer_info))
     # Without Starlette's own middleware, which would answer errors in a shape of its own.
@@ -72,6 +83,24 @@ def make_app(state: ServerState) -> ASGIApp:
     # Outside of the gate: browsers ask for leave without a key, and read errors only with these headers.
     cors = state.options.cors
     return app if cors is None else CORSMiddleware(app, expose_headers=EXPOSED, **asdict(cors))
+
+
+def _around_generation() -> list[Route]:
+    return [
+        _by_method("/v1/responses/{id}", GET=stored_responses.retrieve, DELETE=stored_responses.delete),
+        Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
+        Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/live/events", live_routes.events),
+        _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
+        Route("/", live_routes.file),
+        Route("/page/{name}", live_routes.file),
+    ]
+
+
+async def _wrong_runner(request: Request) -> Any:
+    """Refuse what the model of this server does not do."""
+    raise wrong_runner(get_route_path(request.scope), pooling=context_of(request).state.pools)
 
 
 def _by_method(path: str, **handlers: Handler) -> Route:
@@ -104,8 +133,8 @@ class Middleware:
         scope["app"] = self  # lets the router raise what it cannot route
         answer = Answer(send, context)
         begin = time.monotonic()
-        generates = path in GENERATING
-        self._state.requests += generates
+        computes = path in GENERATING or path in POOLING
+        self._state.requests += computes
         try:
             context.tenant = self._state.options.keys.tenant(path, scope["headers"])
             await self._app(scope, receive, answer)
@@ -114,7 +143,7 @@ class Middleware:
         except Exception as error:
             await self._tell(error, answer, scope, receive)
         finally:
-            self._state.requests -= generates
+            self._state.requests -= computes
             _log(scope, context, answer.status, time.monotonic() - begin)
 
     async def _tell(self, error: Exception, answer: Answer, scope: Scope, receive: Receive) -> None:
@@ -162,5 +191,8 @@ def _log(scope: Scope, context: RequestContext, status: int | None, seconds: flo
         fields["prompt_tokens"] = generation.prompt_tokens
         fields["output_tokens"] = generation.output_tokens
         fields["first_token_seconds"] = "-" if first is None else f"{first:.3f}"
-    level = logging.DEBUG if generation is None and status == 200 else logging.INFO
+    elif context.pooled_tokens is not None:
+        fields["prompt_tokens"] = context.pooled_tokens
+    is_probe = generation is None and context.pooled_tokens is None
+    level = logging.DEBUG if is_probe and status == 200 else logging.INFO
     logger.log(level, "%s", " ".join(f"{name}={value}" for name, value in fields.items()))

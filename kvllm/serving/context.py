@@ -25,12 +25,14 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 
 @dataclass(slots=True)
 class RequestContext:
-    """What is known of a request. tenant: the name of its key, "" without keys. generation: once there is one."""
+    """What is known of a request. tenant: the name of its key, "" without keys. generation: once there is one.
+    pooled_tokens: of the prompts that a pooling model computes for it."""
 
     state: ServerState
     request_id: str
     tenant: str = ""
     generation: Generation | None = None
+    pooled_tokens: int | None = None
 
     def head(self, prefix: str, body: Any) -> dict[str, Any]:
         """The fields that an answer, and each chunk of a stream, begins with."""

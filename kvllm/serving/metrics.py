@@ -223,6 +223,13 @@ class ServerMetrics:
             observe["request_params_max_tokens"](params.max_tokens)
         self._count_times(metrics, output_tokens, params)
 
+    def count_pooled(self, prompt_tokens: Sequence[int], seconds: float) -> None:
+        """A pooling model has computed the prompts of a request, in so many seconds."""
+        self._prompt_tokens.inc(sum(prompt_tokens))
+        for tokens in prompt_tokens:
+            self._observe["request_prompt_tokens"](tokens)
+        self._observe["e2e_request_latency_seconds"](seconds)
+
     def text(self) -> bytes:
         """All metrics in Prometheus' format."""
         return generate_latest(self._registry)

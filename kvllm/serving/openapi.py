@@ -12,6 +12,7 @@ from kvllm.chat_messages import ChatMessage, Tool
 from kvllm.serving import (
     messages,
     messages_protocol,
+    pooling_protocol,
     protocol,
     responses,
     responses_protocol,
@@ -53,6 +54,35 @@ ROUTES: tuple[Route, ...] = (
         messages_protocol.CountTokensRequest,
         messages.TokenCount,
         "Count the tokens of such a conversation.",
+    ),
+    (
+        "post",
+        "/v1/embeddings",
+        pooling_protocol.EmbeddingRequest,
+        pooling_protocol.EmbeddingResponse,
+        "Embed texts, of a pooling model; and so the routes below.",
+    ),
+    (
+        "post",
+        "/pooling",
+        pooling_protocol.PoolingBody,
+        pooling_protocol.PoolingResponse,
+        "What the model makes of texts.",
+    ),
+    (
+        "post",
+        "/classify",
+        pooling_protocol.ClassificationRequest,
+        pooling_protocol.ClassificationResponse,
+        "Score the classes of texts.",
+    ),
+    *(
+        ("post", path, pooling_protocol.ScoreRequest, pooling_protocol.ScoreResponse, "Score documents.")
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        ("post", path, pooling_protocol.RerankRequest, pooling_protocol.RerankResponse, "Sort documents.")
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     ("get", "/v1/models", None, protocol.ModelList, "The names under which the model is served."),
     ("get", "/v1/models/{id}", None, protocol.Model, "One of these names."),

@@ -20,11 +20,12 @@ import uvloop
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, WorkerError
+from kvllm.pooling.async_engine import AsyncPooling
 from kvllm.serving import live
 from kvllm.serving.app import make_app
 from kvllm.serving.http import HttpProtocol
 from kvllm.serving.parser_choice import with_parsers
-from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.serving.state import ServerOptions, ServerState, start_engine
 from kvllm.serving.supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
@@ -59,17 +60,17 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
     bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     options = with_parsers(options, args)
-    llm = AsyncLLM.from_engine_args(args)
+    engine = start_engine(args)
     gc.collect()
     gc.freeze()  # models and libraries stay: to look through them again and again would hold up steps and streams
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            llm = runner.run(_serve(ServerState(args, options, llm), address, bound))
+            engine = runner.run(_serve(ServerState(args, options, engine), address, bound))
     finally:
-        llm.shutdown()
+        engine.shutdown()
 
 
-async def _serve(state: ServerState, address: Address, bound: socket.socket | None) -> AsyncLLM:
+async def _serve(state: ServerState, address: Address, bound: socket.socket | None) -> AsyncLLM | AsyncPooling:
     """Serve until the end. Returns the engine, which may be another one by then."""
     config = uvicorn.Config(
         make_app(state),
@@ -92,14 +93,21 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, shutdown.begin)
-    supervisor = asyncio.create_task(EngineSupervisor(state).watch())
+    supervisor = asyncio.create_task(_look_after(state))
     supervisor.add_done_callback(lambda _: shutdown.at_once())
-    live.start(state)
     await server.serve(None if bound is None else [bound])
     if supervisor.done() and not state.admission.is_draining:
         raise WorkerError("the engine has failed, and could not be started again: see the log")
     supervisor.cancel()
-    return state.llm
+    return state.engine
+
+
+async def _look_after(state: ServerState) -> None:
+    """Return when the engine is of no use any more. A pass of a pooling model that fails takes no other with it."""
+    if state.pools:
+        await asyncio.Event().wait()
+    live.start(state)
+    await EngineSupervisor(state).watch()
 
 
 class Server(uvicorn.Server):

@@ -11,6 +11,7 @@ from typing import Any
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import RequestError
+from kvllm.pooling.async_engine import AsyncPooling
 from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
 from kvllm.serving.chat_template import ChatTemplate
@@ -71,36 +72,58 @@ class ServerOptions:
     enable_tokenizer_info_endpoint: bool = False
 
 
+def start_engine(args: EngineArgs) -> AsyncLLM | AsyncPooling:
+    """The engine of a server. Raises ConfigError and CheckpointError as `LLM` does."""
+    return (AsyncPooling if args.pooling else AsyncLLM).from_engine_args(args)
+
+
 class ServerState:
     """The engine and all that belongs to it. Used on the event loop alone.
 
-    llm: the engine that runs now.
+    engine: the one that runs now: `llm` or `pooling`, by what the model is run for.
     running: ids of the engine's requests. numbers: what makes these ids differ, whatever clients call their requests.
     live: what the live page shows. responses: those that are kept.
     """
 
-    def __init__(self, args: EngineArgs, options: ServerOptions, llm: AsyncLLM) -> None:
+    def __init__(self, args: EngineArgs, options: ServerOptions, engine: AsyncLLM | AsyncPooling) -> None:
         self.args = args
         self.options = options
-        self.llm = llm
+        self.engine = engine
         self.running: set[str] = set()
         self.numbers = itertools.count()
-        self.requests = 0  # to routes that generate, which have no answer yet
+        self.requests = 0  # to routes that compute, which have no answer yet
         self.created = int(time.time())
         self.live = LiveFeed()
         self.responses = ResponseStore()
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
-        self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)
+        self.chat_template = ChatTemplate(engine.tokenizer, options.chat_template, self.pool)
         self.sampling_defaults = args.sampling_defaults
-        self.longest_token = _longest_token(llm.tokenizer)
-        read = lambda: (self.llm.stats(), self.admission.in_flight)  # noqa: E731
+        self.longest_token = _longest_token(engine.tokenizer)
+        read = lambda: (self.engine.stats(), self.admission.in_flight)  # noqa: E731
         cache = {
-            "block_size": str(llm.config.block_size),
-            "num_gpu_blocks": str(llm.config.num_blocks),
-            "enable_prefix_caching": str(llm.config.enable_prefix_caching),
+            "block_size": str(engine.config.block_size),
+            "num_gpu_blocks": str(engine.config.num_blocks),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
         }
         self.metrics = ServerMetrics(self.model_name, read, self.admission.rejections, cache)
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model makes embeddings, scores or classes, and no text."""
+        return isinstance(self.engine, AsyncPooling)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """For the routes that generate: there are no others where it is missing."""
+        assert isinstance(self.engine, AsyncLLM)
+        return self.engine
+
+    @property
+    def pooling(self) -> AsyncPooling:
+        """For the routes of pooling models, in the same way."""
+        assert isinstance(self.engine, AsyncPooling)
+        return self.engine
 
     @property
     def model_name(self) -> str:
@@ -108,19 +131,19 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        return self.llm.config.max_model_len
+        return self.engine.config.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises RequestError if the checkpoint has none."""
-        if self.llm.tokenizer is None:
+        if self.engine.tokenizer is None:
             raise RequestError("the model has no tokenizer: give prompts as token ids")
-        return self.llm.tokenizer
+        return self.engine.tokenizer
 
     def check_ready(self) -> None:
         """Raises ApiError with status 503 while requests are not taken."""
         self.admission.check_draining()
-        if self.llm.errored:
+        if self.engine.errored:
             raise unavailable("the engine has failed and is being started again: try again later", 5)
 
 

@@ -44,7 +44,7 @@ class EngineSupervisor:
         self._restarts.append(now)
         await asyncio.to_thread(dead.shutdown)  # its memory is needed
         try:
-            self._state.llm = await asyncio.to_thread(AsyncLLM.from_engine_args, self._state.args)
+            self._state.engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._state.args)
         except Exception:
             logger.exception("the engine cannot be started again: the server ends")
             return False

@@ -144,7 +144,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     # Before weights are read: a wrong name must not cost a minute.
     method, small = check_runner(settings, shard, device)
     with enough_memory("the model", "take a smaller one"):
-        model = _load(settings, shard, device)
+        model = load_shard(settings, shard, device)
         store = _host_store(settings, shard, device)
     if utilization is not None:
         fitting = _fitting_blocks(_runner(settings, shard, model, small, method, store), engine, utilization, stream)
@@ -278,7 +278,8 @@ def make_grammars(settings: RunnerSettings) -> Grammars:
     return Grammars(read, eos_token_ids)
 
 
-def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decoder:
+def load_shard(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decoder:
+    """A rank's shard of the model. Raises as `load_model` does."""
     arguments = (settings.model, shard, DTYPES[settings.dtype], device, settings.engine.max_model_len)
     bits = QUANTIZATIONS[settings.quantization] if settings.quantization else None
     if settings.load_format == "dummy":

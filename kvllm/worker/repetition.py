@@ -46,6 +46,8 @@ class RepeatedText:
         `[kv_heads, size]`.
     """
 
+    recurrent = None
+
     def __init__(
         self,
         operations: KVOperations,

@@ -20,6 +20,7 @@ from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.entrypoints import cli
 from kvllm.tokenizer import load_tokenizer
+from tests.helpers.checkpoints import make_with_package_tokenizer
 from tests.helpers.waiting import wait_until
 
 PROMPTS = [f"words: d{i},f9,Y0\n#>d+f=k\nk>k-Y=Q\n" for i in range(8)]
@@ -69,6 +70,20 @@ def test_answers_are_those_of_the_engine_and_a_second_run_adds_nothing(tmp_path,
     assert "8 of them in an earlier run" in capsys.readouterr().out
 
 
+def test_embeddings(tmp_path):
+    """A pooling model has its own routes."""
+    model = tmp_path / "model"
+    model.mkdir()
+    make_with_package_tokenizer(model)
+    requests = [request(str(i), "", url="/v1/embeddings", body={"input": prompt}) for i, prompt in enumerate(PROMPTS)]
+    source, target = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    assert run(source, target, "--model", str(model), "--runner", "pooling") == 0
+    outputs, found = LLM(str(model), runner="pooling").embed(PROMPTS, use_tqdm=False), answers(target)
+    for i, output in enumerate(outputs):
+        (data,) = found[str(i)]["response"]["body"]["data"]
+        assert data["embedding"] == pytest.approx(output.outputs.embedding, abs=1e-5)
+
+
 def test_a_file_without_requests_has_no_answers(tmp_path, capsys):
     """A job that has nothing to ask is done, and its next step finds a file."""
     target = tmp_path / "out.jsonl"
@@ -85,7 +100,7 @@ def test_failures_stand_in_their_lines(tmp_path, capsys):
         request("wrong", PROMPTS[0], body={"prompt": "#>d", "temperature": -1}),
         request("model", PROMPTS[0], body={"prompt": "#>d", "model": "gpt"}),
         request("stream", PROMPTS[0], body={"prompt": "#>d", "stream": True}),
-        request("route", PROMPTS[0], url="/v1/embeddings"),
+        request("route", PROMPTS[0], url="/v1/audio/speech"),
         request("get", PROMPTS[0], method="GET"),
         request("chat", PROMPTS[0], url="/v1/chat/completions", body=messages),
     ]

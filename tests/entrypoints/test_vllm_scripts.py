@@ -22,6 +22,7 @@ from kvllm import (
     CompressionConfig,
     ConfigError,
     EngineArgs,
+    PoolingParams,
     RequestError,
     RequestOutputKind,
     SamplingParams,
@@ -72,7 +73,7 @@ def token_ids(outputs: list[kvllm.RequestOutput]) -> list[list[int]]:
 def test_the_page_has_every_option() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     names = [*REFUSED, *(field.name for field in fields(EngineArgs))]
-    for kind in (SamplingParams, BeamSearchParams, StructuredOutputsParams):
+    for kind in (SamplingParams, BeamSearchParams, StructuredOutputsParams, PoolingParams):
         names += [*kind.REFUSED, *kind.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []
 

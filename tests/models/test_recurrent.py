@@ -106,5 +106,7 @@ def test_what_states_cannot_do_is_refused(checkpoint: Path) -> None:
         make_llm(checkpoint, speculative_config={"method": "ngram"})
     with pytest.raises(ConfigError, match="layers with a recurrent state, .* so no query can be computed again"):
         make_llm(checkpoint, compression=CompressionConfig(method="kara"))
+    with pytest.raises(ConfigError, match="recurrent layers, which are computed for text alone"):
+        LLM(checkpoint, runner="pooling", convert="embed")
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         make_llm(checkpoint, tensor_parallel_size=4)
