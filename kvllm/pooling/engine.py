@@ -46,8 +46,8 @@ class PoolingEngine:
         self.model_config = args.model_config
         if self.model_config.recurrent is not None:
             raise ConfigError(
-                f"{args.path} has recurrent layers, which are computed for text alone: use another model for embeddings, "
-                "scores or classes"
+                f"{args.path} has recurrent layers, which are computed for text alone: use another model for "
+                "embeddings, scores or classes"
             )
         self.engine_config = args.engine_config
         self.tokenizer: Tokenizer | None = read_tokenizer(args)
