@@ -99,8 +99,9 @@ def _around_generation() -> list[Route]:
 
 
 async def _wrong_runner(request: Request) -> Any:
-    """Refuse what the model of this server does not do."""
-    raise wrong_runner(get_route_path(request.scope), pooling=context_of(request).state.pools)
+    """Refuse what the model of this server does not do: as a route that is not there, but with the reason."""
+    refusal = wrong_runner(get_route_path(request.scope), pooling=context_of(request).state.pools)
+    raise ApiError(404, str(refusal))
 
 
 def _by_method(path: str, **handlers: Handler) -> Route:

@@ -134,7 +134,7 @@ def test_refusals(server: ServerProcess) -> None:
         assert status == 400 and message in answer["error"]["message"], answer
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         status, answer = server.json(path, {"prompt": "d3"})
-        assert status == 400 and 'runner="pooling"' in answer["error"]["message"]
+        assert status == 404 and 'runner="pooling"' in answer["error"]["message"]
     status, answer = server.json("/classify", {"input": "d3"})
     assert status == 400 and "/v1/embeddings" in answer["error"]["message"]
     assert server.json("/v1/embeddings", {"model": "other", "input": "d3"})[0] == 404
@@ -215,7 +215,7 @@ def test_classify(tmp_path: Path, embedder: Path) -> None:
 def test_a_generating_server_says_what_it_lacks(keys_server: ServerProcess) -> None:
     for path in ("/v1/embeddings", "/rerank", "/pooling"):
         status, answer = keys_server.json(path, {"input": "d3"}, {"Authorization": "Bearer one"})
-        assert status == 400 and 'runner="pooling"' in answer["error"]["message"]
+        assert status == 404 and 'runner="pooling"' in answer["error"]["message"]
 
 
 def test_requests_share_passes(embedder: Path) -> None:

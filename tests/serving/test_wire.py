@@ -29,7 +29,7 @@ def connect(server: ServerProcess) -> socket.socket:
     ("method", "path", "status"),
     [
         ("GET", "/nothing", 404),
-        ("POST", "/v1/audio/speech", 404),
+        ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/gpt-4", 404),
         ("GET", "/v1/completions", 405),
