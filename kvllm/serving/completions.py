@@ -14,6 +14,7 @@ from kvllm.serving.constraint import constraint
 from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
+from kvllm.serving.kept_routes import kept
 from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
 from kvllm.serving.prompts import completion_prompts, max_tokens
 from kvllm.serving.protocol import (
@@ -36,7 +37,7 @@ async def create(request: Request) -> Any:
     context, body = await read_request(request, decoder)
     check_generation(body)
     answer = CompletionAnswer(context, body, await completion_prompts(context.state, body))
-    return await respond(request, answer, body.stream)
+    return kept(request, await respond(request, answer, body.stream))
 
 
 class CompletionAnswer:

@@ -89,7 +89,9 @@ class Info(Struct):
     compression: the settings, one line; "" without compression.
     has_chat_template: whether the model takes conversations; else it completes text.
     kept_option: the field of a request's `compression` that says how much is kept; "" without compression.
-    kept_default: the engine's own value of it.
+    kept_default: the engine's own value of it. kept_of: the value that keeps all.
+    pair_bytes: of a token's KV pairs in all layers. kv_dtype: how they are stored, see
+        `kvllm.config.EngineConfig.kv_cache_dtype`.
     key: the name of the viewer's key; "" if the server needs none.
     """
 
@@ -101,6 +103,9 @@ class Info(Struct):
     has_chat_template: bool
     kept_option: str
     kept_default: int
+    kept_of: int
+    pair_bytes: float
+    kv_dtype: str
     needs_key: bool
     key: str
 
@@ -239,7 +244,7 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
 def make_info(state: ServerState, key: str) -> Info:
     config = state.llm.config
     compression = config.active_compression
-    kept_option, kept_default = _kept_option(compression)
+    kept_option, kept_default, kept_of = _kept_option(compression)
     return Info(
         state.model_name,
         config.max_model_len,
@@ -249,18 +254,23 @@ def make_info(state: ServerState, key: str) -> Info:
         state.chat_template.exists,
         kept_option,
         kept_default,
+        kept_of,
+        round(state.llm.stats().block_bytes / config.block_size, 1),
+        config.kv_cache_dtype,
         bool(state.options.keys),
         key,
     )
 
 
-def _kept_option(compression: CompressionConfig | None) -> tuple[str, int]:
+def _kept_option(compression: CompressionConfig | None) -> tuple[str, int, int]:
     if compression is None:
-        return "", 0
+        return "", 0, 0
     policy = compression.policy
     if isinstance(policy, Threshold):
-        return "budget_tokens", policy.budget_tokens
-    return ("retain_blocks", policy.retain_blocks) if isinstance(policy, WindowOptions) else ("", 0)
+        return "budget_tokens", policy.budget_tokens, policy.threshold_tokens
+    if isinstance(policy, WindowOptions):
+        return "retain_blocks", policy.retain_blocks, policy.window_blocks
+    return "", 0, 0
 
 
 def _describe(compression: CompressionConfig | None) -> str:
