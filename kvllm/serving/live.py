@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PERIOD_SECONDS = 0.5
 HISTORY = int(15 * 60 / PERIOD_SECONDS)
 MOST_VIEWERS = 64
+MOST_REFUSALS = 10
 Percentiles = tuple[float | None, float | None]
 PERIODS = 20
 MOST_HELD = 100_000
@@ -74,13 +75,25 @@ class Sample(Struct, array_like=True, frozen=True):
     gap_p99: float | None
 
 
+class Refusal(Struct, frozen=True):
+    """A request that was answered with an error. time: seconds since 1970. reason: what kind of error, no text of the
+    request."""
+
+    time: float
+    tenant: str
+    path: str
+    status: int
+    reason: str
+
+
 class Tick(Struct, tag="tick"):
-    """Each later event. waiting_for: see EngineSnapshot."""
+    """Each later event. waiting_for: see EngineSnapshot. refused: the last ones, the newest first."""
 
     sample: Sample
     requests: list[SequenceRow]
     waiting_for: str
     warnings: list[str]
+    refused: list[Refusal]
 
 
 class Info(Struct):
@@ -150,6 +163,7 @@ class LiveFeed:
     def __init__(self) -> None:
         self.history: deque[Sample] = deque(maxlen=HISTORY)
         self.first_tokens, self.gaps = Latencies(), Latencies()
+        self.refused: deque[Refusal] = deque(maxlen=MOST_REFUSALS)
         self.viewers = 0
         self.collector: asyncio.Task[None] | None = None
         self.event = b""
@@ -194,7 +208,7 @@ async def _collect(state: ServerState) -> None:
         except EngineDeadError:
             if state.live.history:
                 warning = "The engine has failed and is being started again: requests get status 503 meanwhile."
-                state.live.send(Tick(state.live.history[-1], [], "", [warning]))
+                state.live.send(Tick(state.live.history[-1], [], "", [warning], list(state.live.refused)))
         except Exception:
             logger.exception("a sample for the live page could not be taken")
         await asyncio.sleep(max(0.0, begin + PERIOD_SECONDS - time.monotonic()))
@@ -210,7 +224,7 @@ def _publish(state: ServerState, snapshot: EngineSnapshot) -> None:
     if state.admission.is_draining:
         count = state.admission.in_flight
         warnings.insert(0, f"The server drains: it takes no new requests and ends after the {count} in flight.")
-    feed.send(Tick(sample, snapshot.rows, snapshot.waiting_for, warnings))
+    feed.send(Tick(sample, snapshot.rows, snapshot.waiting_for, warnings, list(feed.refused)))
 
 
 def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: Percentiles) -> Sample:
