@@ -108,11 +108,13 @@ class ChatAnswer:
         first = self._first_choices()
 
         def receive(_: int, output: RequestOutput) -> Awaitable[None] | None:
+            choices = self._chunk_choices(output)
+            if not (first or choices):
+                return None
             usage = self.usage() if continuous else None if include_usage else UNSET
             data = b"".join(self._first_chunk(choice, usage) for choice in first)
             first.clear()
-            data += b"".join(self._chunk([choice], usage) for choice in self._chunk_choices(output))
-            return write(data) if data else None
+            return write(data + b"".join(self._chunk([choice], usage) for choice in choices))
 
         await self._generation.deliver(receive)
         if include_usage:

@@ -81,8 +81,11 @@ class CompletionAnswer:
         include_usage, continuous = streamed_usage(self._body.stream_options, self._options)
 
         def receive(number: int, output: RequestOutput) -> Awaitable[None] | None:
+            pieces = self._pieces(number, output)
+            if not pieces:
+                return None
             usage = self._generation.usage() if continuous else None if include_usage else UNSET
-            return write(b"".join(self._chunk([piece], usage) for piece in self._pieces(number, output)))
+            return write(b"".join(self._chunk([piece], usage) for piece in pieces))
 
         await self._generation.deliver(receive)
         if include_usage:

@@ -108,7 +108,8 @@ class Generation:
                     self._state.metrics.count_abort(progress.completions)
 
     def usage(self, reasoning_tokens: int | None = None) -> Usage:
-        """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
+        """What has been used so far, for the client to be told. reasoning_tokens: None if nobody has looked for a
+        thought."""
         prompt, output = self.prompt_tokens, self.output_tokens
         metrics = [progress.metrics for progress in self._progress]
         missing = sum(each.missing_entries for each in metrics)

@@ -42,7 +42,15 @@ function Conversation() {
   const grown = last ? changes(last.id).value + other : 0;
   const scroll = () => { const at = box.current!; follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < NEAR; };
   useEffect(() => { follows.current = true; }, [conversation.id, messages.length]);
-  useEffect(() => { if (follows.current && hasRunning(conversation) || !grown) box.current!.scrollTop = box.current!.scrollHeight; }, [conversation.id, messages.length, grown]);
+  useEffect(() => {
+    if (!(follows.current && hasRunning(conversation)) && grown) return;
+    // What comes into view gets its true height in the next frame.
+    const toEnd = (frames: number) => {
+      if (box.current) box.current.scrollTop = box.current.scrollHeight;
+      if (frames) requestAnimationFrame(() => toEnd(frames - 1));
+    };
+    toEnd(4);
+  }, [conversation.id, messages.length, grown]);
   return (
     <div class="conversation" ref={box} onScroll={scroll} tabindex={0} role="log" aria-label="Conversation" aria-busy={hasRunning(conversation)}>
       {messages.length ? messages.map(message => <MessageView key={message.id} message={message} />) : <Welcome />}

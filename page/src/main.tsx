@@ -26,7 +26,7 @@ function App() {
   const skip = (event: Event) => { event.preventDefault(); document.getElementById(isChat ? "composer" : "range")?.focus(); };
   return (
     <>
-      <a class="skip" href="#composer" onClick={skip}>{isChat ? "Skip to your message" : "Skip to the figures"}</a>
+      <a class="skip" href={isChat ? "#composer" : "#range"} onClick={skip}>{isChat ? "Skip to your message" : "Skip to the figures"}</a>
       <header>
         {isChat && <button type="button" class="menu quiet" aria-expanded={sidebar.isOpen.value} onClick={() => { sidebar.isOpen.value = !sidebar.isOpen.value; }}>Chats</button>}
         <h1>KvLLM</h1>

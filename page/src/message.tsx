@@ -83,7 +83,7 @@ function Answer({ message }: { message: Message }) {
   return (
     <>
       {message.thought && <Thought message={message} runs={runs} />}
-      {message.content && <Prose text={message.content} />}
+      {message.content && <Prose text={message.content} grows={runs} />}
       {message.calls?.map(call => <ToolCall message={message} call={call} runs={runs} />)}
       {runs && !message.content && !message.thought && <p class="waiting">Thinking…</p>}
       {message.error && <p class="problem" role="alert">{message.error} <button type="button" onClick={() => retry(message)}>Try again</button></p>}

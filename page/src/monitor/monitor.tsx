@@ -54,7 +54,7 @@ export function Monitor() {
         </select></label>
         <button type="button" id="pause" aria-pressed={isPaused} onClick={() => setPaused(!isPaused)}>{isPaused ? "Go on" : "Pause"}</button>
       </div>
-      <ul id="warnings" role="status" aria-label="Warnings">{now?.warnings.map(warning => <li>{warning}</li>)}</ul>
+      <div role="status"><ul id="warnings" aria-label="Warnings">{now?.warnings.map(warning => <li>{warning}</li>)}</ul></div>
       <Figures />
       <div class="charts">{TITLES.map(([id, title]) => (
         <section aria-labelledby={`${id}-title`}><h3 id={`${id}-title`}>{title}</h3><div id={id} /></section>
