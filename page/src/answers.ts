@@ -8,7 +8,7 @@ import { info, models } from "./server";
 
 const SAVE_PERIOD = 1000;
 const MARK_TOKENS = 8;
-const RETRIES = 6;
+const RETRIES = 4;
 const FRAMES = 20;
 const LOST = "The connection to the server was lost. See whether it is running, then try again.";
 const GONE = "The server does not have this answer any more: it was restarted, or too much time has passed. What had come is above.";

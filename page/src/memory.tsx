@@ -92,6 +92,7 @@ function Details({ message, spans }: { message: Message; spans: Span[] }) {
       <p>
         {count(usage!.total_tokens, "token")}, {count(Math.round(held), "KV pair")} of them left in the mean over layers
         {facts ? `: ${bytes(held * facts.pair_bytes)} of ${bytes(usage!.total_tokens * facts.pair_bytes)}${stored}` : ""}.
+        {facts && !facts.compression ? " This server compresses nothing: kvllm serve --compression does." : ""}
         {usage!.kvllm.preemptions ? ` Computed again ${count(usage!.kvllm.preemptions, "time")}, as room was short.` : ""}
       </p>
       {memory!.events.length > 0 && (
