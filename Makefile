@@ -5,6 +5,7 @@
 # make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
 # make wheel  dist/: one wheel for every Python from 3.11 and every torch from 2.11
+# make page   kvllm/serving/page/: the server's page, from page/ (needs Node.js)
 # make docs   site/: the pages of docs/ and the API reference
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ CLIENTS_VENV := .venv-clients
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv clients models demo test test-long lint wheel docs clean
+.PHONY: venv clients models demo test test-long lint wheel page docs clean
 
 venv: $(READY)
 
@@ -59,6 +60,9 @@ wheel: venv
 	rm -rf build  # files that were moved since would be packed, too
 	$(VENV)/bin/pip wheel --quiet . --no-build-isolation --no-deps --wheel-dir dist
 
+page:
+	cd page && npm ci --no-audit --no-fund --ignore-scripts && npm run check && npm run build
+
 docs: $(DOCS_VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
@@ -70,4 +74,4 @@ $(DOCS_VENV)/ready: constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) build dist site *.egg-info kvllm/*.so
+	rm -rf $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) build dist site *.egg-info kvllm/*.so page/node_modules

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvllm.core.regions import Region
 from kvllm.errors import KvLLMError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -71,6 +73,7 @@ class RequestMetrics:
             brought back and that were dropped again count twice.
         missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
             What remains of prompts and outputs is the share that was kept.
+        regions: what was compressed of the first sequence, see `kvllm.core.sequence.Sequence.compressions`.
         missing_mass_max, missing_mass_mean: with recall, of the bounds on the share of attention that lies in dropped
             KV pairs. A step's bound is the largest of all layers and heads. None if nothing dropped was scored, and
             with data parallelism.
@@ -85,6 +88,7 @@ class RequestMetrics:
     windows_compressed: int = 0
     evicted_entries: int = 0
     missing_entries: int = 0
+    regions: Sequence[Region] = ()
     missing_mass_max: float | None = None
     missing_mass_sum: float = 0.0
     missing_mass_steps: int = 0

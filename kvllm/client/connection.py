@@ -30,6 +30,14 @@ class Connection:
             _check(response)
             return response.content
 
+    def answers(self) -> bool:
+        """Whether a server listens there, whatever it says."""
+        try:
+            self._client.get("/health", timeout=CONNECT_SECONDS)
+        except httpx2.TransportError:
+            return False
+        return True
+
     def first_model(self) -> str:
         """The name of the first model that the server lists."""
         models = msgspec.json.decode(self.get("/v1/models")).get("data")

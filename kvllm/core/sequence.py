@@ -150,6 +150,8 @@ class Sequence:
         self.uncompressed_tail = 0
         self.carried_tail = 0
         self.compressions: list[Region] = []
+        if self.index == 0:
+            self.metrics.regions = self.compressions
         self.choosing: Region | None = None
         self.scored_from: int | None = None
         self.hashed_blocks = 0

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
     args.revision = engine_args.commit
     from kvllm.serving.run import Address, serve
 
-    serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args)))
+    if args.open and args.uds:
+        raise ConfigError(f"--open has no page at --uds {args.uds}: a browser needs --host and --port")
+    serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args), args.open))
 
 
 def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
@@ -110,6 +112,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every one (default: 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: 8000)")
     add("--uds", metavar="PATH", help="listen at a Unix socket instead")
+    add("--open", action="store_true", help="open the page, a chat and a monitor, in a browser")
     add("--root-path", default="", metavar="PATH", help="path of the server behind a proxy, such as /llm")
     add(
         "--served-model-name",

@@ -21,6 +21,7 @@ from kvllm.serving import (
     chat,
     completions,
     information,
+    kept_routes,
     live_routes,
     messages,
     pooling,
@@ -29,6 +30,7 @@ from kvllm.serving import (
 )
 from kvllm.serving.context import RequestContext, clean_request_id, context_of
 from kvllm.serving.errors import ApiError, as_api_error
+from kvllm.serving.live import Refusal
 from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
@@ -92,6 +94,7 @@ def _around_generation() -> list[Route]:
         Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/live/events", live_routes.events),
+        _by_method("/live/answers/{id}", GET=kept_routes.read, DELETE=kept_routes.cancel),
         _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
         Route("/", live_routes.file),
         Route("/page/{name}", live_routes.file),
@@ -142,19 +145,25 @@ class Middleware:
         except ClientGone:
             answer.status = GONE
         except Exception as error:
-            await self._tell(error, answer, scope, receive)
+            await self._tell(error, answer, scope, receive, context)
         finally:
             self._state.requests -= computes
             _log(scope, context, answer.status, time.monotonic() - begin)
 
-    async def _tell(self, error: Exception, answer: Answer, scope: Scope, receive: Receive) -> None:
+    async def _tell(
+        self, error: Exception, answer: Answer, scope: Scope, receive: Receive, context: RequestContext
+    ) -> None:
         if isinstance(error, HTTPException):
             where = f"{scope['method']} {scope['path'][:200]}"
             message = "there is no such route" if error.status_code == 404 else error.detail
             error = ApiError(error.status_code, f"{where}: {message}", headers=error.headers)
         known = as_api_error(error)
+        path = get_route_path(scope)
+        if path in GENERATING:
+            refusal = Refusal(time.time(), context.tenant, path, known.status, known.kind)
+            self._state.live.refused.appendleft(refusal)
         if answer.status is None:
-            is_message = get_route_path(scope).startswith(messages.PATH)
+            is_message = path.startswith(messages.PATH)
             body = messages.error_body(known) if is_message else known.body()
             response = Response(body, known.status, known.headers, "application/json")
             await response(scope, receive, answer)

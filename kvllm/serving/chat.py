@@ -14,6 +14,7 @@ from kvllm.serving.chat_format import ChatFormat, MessagePart, continued_text
 from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
+from kvllm.serving.kept_routes import kept
 from kvllm.serving.logprobs import Position, TokenNames, chat_logprobs, prompt_logprobs
 from kvllm.serving.prompts import chat_prompt, max_tokens, truncation
 from kvllm.serving.protocol import (
@@ -37,7 +38,7 @@ decoder = msgspec.json.Decoder(ChatCompletionRequest)
 async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
     context, body = await read_request(request, decoder)
-    return await respond(request, await prepare(context, body), body.stream)
+    return kept(request, await respond(request, await prepare(context, body), body.stream))
 
 
 async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatAnswer:
@@ -107,11 +108,13 @@ class ChatAnswer:
         first = self._first_choices()
 
         def receive(_: int, output: RequestOutput) -> Awaitable[None] | None:
+            choices = self._chunk_choices(output)
+            if not (first or choices):
+                return None
             usage = self.usage() if continuous else None if include_usage else UNSET
             data = b"".join(self._first_chunk(choice, usage) for choice in first)
             first.clear()
-            data += b"".join(self._chunk([choice], usage) for choice in self._chunk_choices(output))
-            return write(data) if data else None
+            return write(data + b"".join(self._chunk([choice], usage) for choice in choices))
 
         await self._generation.deliver(receive)
         if include_usage:

@@ -14,6 +14,7 @@ from kvllm.serving.constraint import constraint
 from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
+from kvllm.serving.kept_routes import kept
 from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
 from kvllm.serving.prompts import completion_prompts, max_tokens
 from kvllm.serving.protocol import (
@@ -36,7 +37,7 @@ async def create(request: Request) -> Any:
     context, body = await read_request(request, decoder)
     check_generation(body)
     answer = CompletionAnswer(context, body, await completion_prompts(context.state, body))
-    return await respond(request, answer, body.stream)
+    return kept(request, await respond(request, answer, body.stream))
 
 
 class CompletionAnswer:
@@ -80,8 +81,11 @@ class CompletionAnswer:
         include_usage, continuous = streamed_usage(self._body.stream_options, self._options)
 
         def receive(number: int, output: RequestOutput) -> Awaitable[None] | None:
+            pieces = self._pieces(number, output)
+            if not pieces:
+                return None
             usage = self._generation.usage() if continuous else None if include_usage else UNSET
-            return write(b"".join(self._chunk([piece], usage) for piece in self._pieces(number, output)))
+            return write(b"".join(self._chunk([piece], usage) for piece in pieces))
 
         await self._generation.deliver(receive)
         if include_usage:

@@ -46,9 +46,14 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
+    @property
+    def kind(self) -> str:
+        """The type that the status stands for."""
+        return TYPES.get(self.status, "Error")
+
     def body(self) -> bytes:
         """The JSON text."""
-        return self._body(TYPES.get(self.status, "Error"), self.status)
+        return self._body(self.kind, self.status)
 
     def _body(self, kind: str, code: int | str) -> bytes:
         error = {"message": self.message, "type": kind, "param": self.param, "code": code}
@@ -73,6 +78,11 @@ class ContextTooLong(ApiError):
         self.tokens = tokens
         self.longest = longest
         self.asked = asked
+
+    @property
+    def kind(self) -> str:
+        """The type that the status stands for."""
+        return TYPES.get(self.status, "Error")
 
     def body(self) -> bytes:
         """The JSON text."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvllm.core.spans import Span, kept_spans
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.serving.context import RequestContext
@@ -68,6 +69,8 @@ class Generation:
         self._request_id = context.request_id
         self._state = state
         self._progress = [Progress(each.n) for each in self._params]
+        self._tells_spans = bool(body.stream_options and body.stream_options.include_kv_spans)
+        self._regions_told = 0
         self._begin = time.monotonic()
         self.first_token_seconds: float | None = None
         context.generation = self
@@ -105,7 +108,8 @@ class Generation:
                     self._state.metrics.count_abort(progress.completions)
 
     def usage(self, reasoning_tokens: int | None = None) -> Usage:
-        """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
+        """What has been used so far, for the client to be told. reasoning_tokens: None if nobody has looked for a
+        thought."""
         prompt, output = self.prompt_tokens, self.output_tokens
         metrics = [progress.metrics for progress in self._progress]
         missing = sum(each.missing_entries for each in metrics)
@@ -120,11 +124,25 @@ class Generation:
                 sum(each.windows_compressed for each in metrics),
                 sum(each.evicted_entries for each in metrics),
                 sum(each.preemptions for each in metrics),
+                self._new_spans(),
             ),
         )
         if reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
         return usage
+
+    def _new_spans(self) -> list[Span]:
+        """What is left of the KV cache, if there was a compression since the last call and the request wants it."""
+        regions = list(self._progress[0].metrics.regions) if self._tells_spans else []
+        if len(regions) == self._regions_told:
+            return []
+        self._regions_told = len(regions)
+        length = self.prompt_tokens + self.output_tokens - 1
+        dropped = 0
+        for region in regions:  # the engine may be ahead of what was delivered
+            length = max(length, region.end + dropped)
+            dropped += region.dropped
+        return kept_spans(regions, length)
 
     async def _run(self, index: int, receive: Receive) -> None:
         """Run a prompt, under an id that no other has."""

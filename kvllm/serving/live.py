@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PERIOD_SECONDS = 0.5
 HISTORY = int(15 * 60 / PERIOD_SECONDS)
 MOST_VIEWERS = 64
+MOST_REFUSALS = 10
 Percentiles = tuple[float | None, float | None]
 PERIODS = 20
 MOST_HELD = 100_000
@@ -74,13 +75,25 @@ class Sample(Struct, array_like=True, frozen=True):
     gap_p99: float | None
 
 
+class Refusal(Struct, frozen=True):
+    """A request that was answered with an error. time: seconds since 1970. reason: what kind of error, no text of the
+    request."""
+
+    time: float
+    tenant: str
+    path: str
+    status: int
+    reason: str
+
+
 class Tick(Struct, tag="tick"):
-    """Each later event. waiting_for: see EngineSnapshot."""
+    """Each later event. waiting_for: see EngineSnapshot. refused: the last ones, the newest first."""
 
     sample: Sample
     requests: list[SequenceRow]
     waiting_for: str
     warnings: list[str]
+    refused: list[Refusal]
 
 
 class Info(Struct):
@@ -89,7 +102,9 @@ class Info(Struct):
     compression: the settings, one line; "" without compression.
     has_chat_template: whether the model takes conversations; else it completes text.
     kept_option: the field of a request's `compression` that says how much is kept; "" without compression.
-    kept_default: the engine's own value of it.
+    kept_default: the engine's own value of it. kept_of: the value that keeps all.
+    pair_bytes: of a token's KV pairs in all layers. kv_dtype: how they are stored, see
+        `kvllm.config.EngineConfig.kv_cache_dtype`.
     key: the name of the viewer's key; "" if the server needs none.
     """
 
@@ -101,6 +116,9 @@ class Info(Struct):
     has_chat_template: bool
     kept_option: str
     kept_default: int
+    kept_of: int
+    pair_bytes: float
+    kv_dtype: str
     needs_key: bool
     key: str
 
@@ -145,6 +163,7 @@ class LiveFeed:
     def __init__(self) -> None:
         self.history: deque[Sample] = deque(maxlen=HISTORY)
         self.first_tokens, self.gaps = Latencies(), Latencies()
+        self.refused: deque[Refusal] = deque(maxlen=MOST_REFUSALS)
         self.viewers = 0
         self.collector: asyncio.Task[None] | None = None
         self.event = b""
@@ -189,7 +208,7 @@ async def _collect(state: ServerState) -> None:
         except EngineDeadError:
             if state.live.history:
                 warning = "The engine has failed and is being started again: requests get status 503 meanwhile."
-                state.live.send(Tick(state.live.history[-1], [], "", [warning]))
+                state.live.send(Tick(state.live.history[-1], [], "", [warning], list(state.live.refused)))
         except Exception:
             logger.exception("a sample for the live page could not be taken")
         await asyncio.sleep(max(0.0, begin + PERIOD_SECONDS - time.monotonic()))
@@ -205,7 +224,7 @@ def _publish(state: ServerState, snapshot: EngineSnapshot) -> None:
     if state.admission.is_draining:
         count = state.admission.in_flight
         warnings.insert(0, f"The server drains: it takes no new requests and ends after the {count} in flight.")
-    feed.send(Tick(sample, snapshot.rows, snapshot.waiting_for, warnings))
+    feed.send(Tick(sample, snapshot.rows, snapshot.waiting_for, warnings, list(feed.refused)))
 
 
 def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: Percentiles) -> Sample:
@@ -239,7 +258,7 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
 def make_info(state: ServerState, key: str) -> Info:
     config = state.llm.config
     compression = config.active_compression
-    kept_option, kept_default = _kept_option(compression)
+    kept_option, kept_default, kept_of = _kept_option(compression)
     return Info(
         state.model_name,
         config.max_model_len,
@@ -249,18 +268,23 @@ def make_info(state: ServerState, key: str) -> Info:
         state.chat_template.exists,
         kept_option,
         kept_default,
+        kept_of,
+        round(state.llm.stats().block_bytes / config.block_size, 1),
+        config.kv_cache_dtype,
         bool(state.options.keys),
         key,
     )
 
 
-def _kept_option(compression: CompressionConfig | None) -> tuple[str, int]:
+def _kept_option(compression: CompressionConfig | None) -> tuple[str, int, int]:
     if compression is None:
-        return "", 0
+        return "", 0, 0
     policy = compression.policy
     if isinstance(policy, Threshold):
-        return "budget_tokens", policy.budget_tokens
-    return ("retain_blocks", policy.retain_blocks) if isinstance(policy, WindowOptions) else ("", 0)
+        return "budget_tokens", policy.budget_tokens, policy.threshold_tokens
+    if isinstance(policy, WindowOptions):
+        return "retain_blocks", policy.retain_blocks, policy.window_blocks
+    return "", 0, 0
 
 
 def _describe(compression: CompressionConfig | None) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
+from kvllm.core.spans import Span
 from kvllm.serving.errors import bad_request
 
 REFERENCE = "#/components/schemas/{name}"
@@ -49,10 +50,12 @@ def check_fields(request: Struct) -> None:
 
 
 class StreamOptions(Struct, kw_only=True):
-    """include_usage: end the stream with a chunk that has the usage. continuous_usage_stats: give it in every chunk."""
+    """include_usage: end the stream with a chunk that has the usage. continuous_usage_stats: give it in every chunk.
+    include_kv_spans: with the first usage behind each compression, tell what is left of the KV cache."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_kv_spans: bool | None = None
 
 
 class CompressionOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -260,12 +263,15 @@ class CompressionUsage(Struct, omit_defaults=True):
     windows: windows compressed, summed over the completions.
     evicted_pairs: KV pairs dropped, in the same way. After a preemption, both count again what is compressed again.
     preemptions: times that a completion lost its cache and was computed again.
+    kv_spans: positions from, positions up to, and how many KV pairs of these are left, in order; of the first
+        completion, and only where a stream asks for it.
     """
 
     kept_share: float
     windows: int
     evicted_pairs: int
     preemptions: int
+    kv_spans: list[Span] = []
 
 
 class Usage(Struct):

@@ -10,8 +10,10 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -40,13 +42,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Address:
     """Where the server listens: at a path of a Unix socket, or at a host and a port; port 0 is any free one.
 
-    ssl: uvicorn's options of TLS.
+    ssl: uvicorn's options of TLS. opens: whether the page is opened in a browser.
     """
 
     host: str
     port: int
     uds: str | None
     ssl: dict[str, Any]
+    opens: bool = False
 
 
 def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
@@ -57,7 +60,7 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
         WorkerError: the engine has failed for good.
     """
     _allow_many_files()
-    bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
+    bound = None if address.uds else bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     options = with_parsers(options, args)
     engine = start_engine(args)
@@ -72,23 +75,15 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
 
 async def _serve(state: ServerState, address: Address, bound: socket.socket | None) -> AsyncLLM | AsyncPooling:
     """Serve until the end. Returns the engine, which may be another one by then."""
-    config = uvicorn.Config(
-        make_app(state),
-        uds=address.uds,
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=int(ABORT_SECONDS),
-        **address.ssl,
-    )
+    config = server_config(state, address)
     _check_tls(config)
-    started = f"serving {', '.join(state.options.served_model_names)} at {_url(address, bound)}"
-    server = Server(config, started)
+
+    def tell() -> None:
+        logger.info("serving %s at %s", ", ".join(state.options.served_model_names), url_of(address, bound))
+        if bound is not None:
+            _show_page(address, f"{_page_url(address, bound)}{state.options.root_path}/")
+
+    server = Server(config, tell)
     shutdown = Shutdown(state, server)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -110,19 +105,37 @@ async def _look_after(state: ServerState) -> None:
     await EngineSupervisor(state).watch()
 
 
+def server_config(state: ServerState, address: Address) -> uvicorn.Config:
+    """uvicorn's settings for the application of a server."""
+    return uvicorn.Config(
+        make_app(state),
+        uds=address.uds,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(ABORT_SECONDS),
+        **address.ssl,
+    )
+
+
 class Server(uvicorn.Server):
     """uvicorn, with signals left to Shutdown: it would refuse connections at once, /health among them.
 
-    started: what the log says once connections are taken.
+    tell: is called once connections are taken.
     """
 
-    def __init__(self, config: uvicorn.Config, started: str) -> None:
+    def __init__(self, config: uvicorn.Config, tell: Callable[[], None]) -> None:
         super().__init__(config)
-        self._started = started
+        self._tell = tell
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        logger.info("%s", self._started)
+        self._tell()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -170,7 +183,14 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _bind(address: Address) -> socket.socket:
+def _show_page(address: Address, url: str) -> None:
+    """Tell where the page is, and open it if that was asked for: in a thread, as some browsers run in the terminal."""
+    logger.info("chat and monitor in a browser: %s", url)
+    if address.opens:
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+
+def bind(address: Address) -> socket.socket:
     """A socket at the address. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -186,12 +206,19 @@ def _bind(address: Address) -> socket.socket:
     return bound
 
 
-def _url(address: Address, bound: socket.socket | None) -> str:
+def url_of(address: Address, bound: socket.socket | None) -> str:
+    """Where the server listens, as the log tells it."""
     if bound is None:
         return f"unix:{address.uds}"
     scheme = "https" if address.ssl.get("ssl_certfile") else "http"
     host = f"[{address.host}]" if ":" in address.host else address.host
     return f"{scheme}://{host}:{bound.getsockname()[1]}"
+
+
+def _page_url(address: Address, bound: socket.socket) -> str:
+    """Where a browser on this machine finds the server: "every address" is none that it can open."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return url_of(replace(address, host=local.get(address.host, address.host)), bound)
 
 
 def _warn_if_open(address: Address, options: ServerOptions) -> None:

@@ -107,9 +107,9 @@ class EventStream:
         done: bytes = DONE,
         failure: Callable[[ApiError], bytes] = error_event,
     ) -> None:
-        self._source = source
-        self._done = done
-        self._failure = failure
+        self.source = source
+        self.done = done
+        self.failure = failure
         self._has_begun = False
         self._body: BodyWriter | None = None  # once the headers are sent, and where our own HTTP runs
         self._beginning = asyncio.Lock()
@@ -125,12 +125,12 @@ class EventStream:
 
     async def _send_events(self) -> None:
         try:
-            await self._source(self._write)
+            await self.source(self._write)
         except Exception as error:
             if not self._has_begun:
                 raise
-            await self._send(self._failure(as_api_error(error)))
-        await self._send(self._done, more=False)
+            await self._send(self.failure(as_api_error(error)))
+        await self._send(self.done, more=False)
 
     async def _break_silence(self) -> None:
         """Send the headers if the first event is late, and comments between events that come late."""

@@ -16,6 +16,7 @@ from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
+from kvllm.serving.kept_answers import KeptAnswers
 from kvllm.serving.live import LiveFeed
 from kvllm.serving.metrics import ServerMetrics
 from kvllm.serving.response_store import ResponseStore
@@ -82,7 +83,7 @@ class ServerState:
 
     engine: the one that runs now: `llm` or `pooling`, by what the model is run for.
     running: ids of the engine's requests. numbers: what makes these ids differ, whatever clients call their requests.
-    live: what the live page shows. responses: those that are kept.
+    live: what the page's monitor shows. responses: those that are kept. kept_answers: streams that can be read again.
     """
 
     def __init__(self, args: EngineArgs, options: ServerOptions, engine: AsyncLLM | AsyncPooling) -> None:
@@ -95,6 +96,7 @@ class ServerState:
         self.created = int(time.time())
         self.live = LiveFeed()
         self.responses = ResponseStore()
+        self.kept_answers = KeptAnswers()
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
         self.chat_template = ChatTemplate(engine.tokenizer, options.chat_template, self.pool)

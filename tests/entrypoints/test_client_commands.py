@@ -18,8 +18,9 @@ pytest.importorskip("httpx2", reason='needs the server\'s packages: pip install 
 pytest.importorskip("starlette", reason='needs the server\'s packages: pip install "kvllm[serve]"')
 pytest.importorskip("prometheus_client", reason='needs the server\'s packages: pip install "kvllm[serve]"')
 
+import kvllm as package
 from kvllm import LLM, SamplingParams
-from kvllm.client import scrape
+from kvllm.client import address, scrape
 from kvllm.client.load import arrival_times
 from kvllm.entrypoints import cli
 from tests.helpers.server import ServerProcess
@@ -349,3 +350,11 @@ def test_failures_are_counted_by_kind(kvllm, server):
 def test_wrong_loads_are_refused(kvllm, server, more, message):
     code, out, err = kvllm("bench", "serve", "--base-url", server.url, *more)
     assert (code, out) == (2, "") and message in err
+
+
+def test_a_chat_without_a_server_starts_one(kvllm, monkeypatch) -> None:
+    monkeypatch.setattr(address, "DEFAULT_URL", "http://127.0.0.1:1")
+    model = str(Path(package.__file__).parent / "assets/reasoner")
+    code, _, err = kvllm("chat", model, "-q", "d>", *GREEDY)
+    assert code != 0 and f"loading {model} here" in err and "chat template" in err
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvllm-server"]

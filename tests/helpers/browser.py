@@ -29,20 +29,22 @@ def open_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def watched_page(browser: Browser, url: str, *, key: str | None = None, **options: Any) -> Iterator[Page]:
-    """The page at `url` in a context of its own, with an API key in its storage. Behind the test, fails if the console
-    had an error or a request went to another host."""
+def watched_page(
+    browser: Browser, url: str, *, path: str = "/", key: str | None = None, **options: Any
+) -> Iterator[Page]:
+    """The page at `url` and `path` in a context of its own, with an API key in its storage. Behind the test, fails if
+    the console had an error or a request went to another host."""
     context = browser.new_context(**options)
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(int(__import__("os").environ.get("PT", "20000")))
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     foreign: list[str] = []
     page.on("request", lambda request: None if request.url.startswith(url) else foreign.append(request.url))
     if key is not None:
-        page.add_init_script(f"sessionStorage.setItem('kvllm-key', {key!r})")
-    page.goto(url + "/")
+        context.add_init_script(f"if (location.host) sessionStorage.setItem('kvllm-key', {key!r})")
+    page.goto(url + path)
     yield page
     context.close()
     assert not errors and not foreign, (errors, foreign)

@@ -1,12 +1,16 @@
-"""The live page in a real browser, while a load runs; and the routes behind it."""
+"""The page in a real browser: its chat and its monitor, and the routes behind it."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
@@ -19,13 +23,17 @@ from tests.helpers.tokenizers import byte_level
 from tests.helpers.waiting import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 HOSTILE = "<img src=x onerror=document.title='harmed'>"
 KEYS = {"alice": "alice-key", HOSTILE: "bob-key"}
-COMPRESSION = "method=kara,period=16,window_blocks=8,retain_blocks=2,buffer=16,chunk_budget=8"
+COMPRESSION = "method=kara,policy=periodic,period=16,window_blocks=8,retain_blocks=2,buffer=16,chunk_budget=8"
 ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "320", "--max-num-seqs", "4")
 PHONE = {"width": 390, "height": 844}
+ROOT = Path(__file__).parents[2]
+SOURCES, BUILT = ROOT / "page", ROOT / "kvllm/serving/page"
+SHORT = {"temperature": 0, "max_tokens": 30, "seed": 1}
+LONG = {"temperature": 0, "max_tokens": 2500, "seed": 1}
 
 
 class Load:
@@ -69,19 +77,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     tokenizer.save_pretrained(path)
     file = path / "keys.toml"
     file.write_text("".join(f"[[keys]]\nname = {json.dumps(name)}\nkey = '{key}'\n" for name, key in KEYS.items()))
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     options = ("--api-key-file", str(file), "--shutdown-timeout", "0", "--compression", COMPRESSION)
-    process = ServerProcess(str(path), *ENGINE, *options)
+    names = ("--served-model-name", "models/tiny", "other")
+    process = ServerProcess(str(path), *ENGINE, *options, *tools, *names)
     yield process
     with urlopen(Request(process.url + "/live/events", headers=authorization("alice")), timeout=60) as answer:
         assert process.stop() == 0
         assert answer.read().endswith(b"data: [DONE]\n\n")  # an open page does not hold up the end
-
-
-@pytest.fixture(scope="module")
-def load(server: ServerProcess) -> Iterator[Load]:
-    running = Load(server, clients=6)
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +94,18 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: ServerProcess, load: Load) -> Iterator[Page]:
+def page(browser: Browser, server: ServerProcess) -> Iterator[Page]:
+    """The chat, with an empty history."""
     with watched_page(browser, server.url, key=KEYS["alice"]) as found:
-        found.wait_for_selector("#requests tbody tr")
+        found.wait_for_selector(".welcome h2")
         yield found
 
 
-def legend(page: Page, chart: str) -> dict[str, str]:
-    """Names and values of a chart's series."""
-    script = "items => items.map(item => [item.childNodes[1].textContent.trim(), item.lastChild.textContent])"
-    return dict(page.locator(f"#{chart} .legend li:not(.when):visible").evaluate_all(script))
+@pytest.fixture(scope="module")
+def load(server: ServerProcess) -> Iterator[Load]:
+    running = Load(server, clients=6)
+    yield running
+    running.stop()
 
 
 def wait_for(page: Page, expression: str) -> None:
@@ -112,196 +117,526 @@ def scrolls_sideways(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
 
-# In the browser
+def conversation(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """One as a file has it: each message follows on the one before, users and answers in turn."""
+    made, parent = {}, None
+    for number, message in enumerate(messages):
+        role = "assistant" if number % 2 else "user"
+        made[str(number)] = {"role": role, "parent": parent, "at": number, **message}
+        parent = str(number)
+    return {"title": "", "system": "", "settings": SHORT, "messages": made, "leaf": parent, **fields}
 
 
-def test_the_pool_moves_and_compression_shows(page: Page) -> None:
-    wait_for(page, "[...document.querySelectorAll('#pool .legend b')][1].textContent !== '0'")
-    values = {name: int(value.replace(",", "")) for name, value in legend(page, "pool").items()}
-    need = values.pop("without compression")
-    assert sum(values.values()) == 320 and values["compressed"] > 0
-    assert need > 320 - values["free"] - values["reusable prefixes"]
-    shape = "document.querySelector('#pool svg path[fill*=compressed]').getAttribute('d')"
-    before = page.evaluate(shape)
-    wait_for(page, f"{shape} !== {before!r}")
-    assert page.locator("#figures dd").nth(1).inner_text().startswith("4\n")
-    assert "2 sequences waiting: the first for a place" in page.inner_text("#waiting-for")
+def bring_in(page: Page, *conversations: dict[str, Any]) -> None:
+    """Import conversations; the first one is shown."""
+    content = json.dumps({"kvllm": 1, "conversations": conversations}).encode()
+    page.set_input_files("#import", {"name": "chats.json", "mimeType": "application/json", "buffer": content})
+    page.wait_for_selector(".toast >> text=imported")
 
 
-def test_the_price_of_a_step_shows(page: Page) -> None:
-    wait_for(page, "!document.querySelector('#gap .legend b').textContent.includes('–')")
-    assert re.fullmatch(r"[\d.]+ m?s", legend(page, "step")["model"])
-    assert int(legend(page, "speed")["tokens/s"].replace(",", "")) > 0
-    assert legend(page, "gap").keys() == legend(page, "first").keys() == {"median", "99th percentile"}
+def ask(page: Page, text: str) -> None:
+    page.fill("#composer", text)
+    page.press("#composer", "Enter")
 
 
-def test_a_request_is_opened_and_cancelled(page: Page, load: Load) -> None:
-    wait_for(page, "[...document.querySelectorAll('#requests [data-label=Windows]')].some(x => x.textContent > '0')")
-    row = page.locator("#requests tbody tr", has=page.locator("[data-label=Windows]", has_text=re.compile("^[1-9]")))
-    name = row.first.locator("button.link").inner_text()
-    row.first.locator("button.link").click()
-    page.wait_for_selector("#detail .strip svg > rect")
-    assert page.inner_text("#detail-title") == name
-    page.click("#detail .strip summary")
-    spans = page.locator("#detail .strip li").all_inner_texts()
-    assert any(re.search(r": 32 of 128 kept$", span) for span in spans), spans
-    assert len(page.inner_text("#detail-body pre >> nth=1")) > 20
-    before = len(load.outputs)
-    page.click("#detail-cancel")
-    wait_for(page, "document.querySelector('#detail-note').textContent === 'The request has ended.'")
-    wait_until(lambda: any(output.get("finish_reason") == "abort" for output in load.outputs[before:]), "the abort")
-    page.click("#detail-close")
-    wait_for(page, f"![...document.querySelectorAll('#requests button.link')].some(x => x.textContent === {name!r})")
+def ended(page: Page, count: int = 1) -> Locator:
+    """The answers that are shown, once there are so many and none is running."""
+    wait_for(page, f"document.querySelectorAll('.answer, .pair').length >= {count}")
+    page.wait_for_selector("button:text-is('Send')")
+    return page.locator(".answer, .pair")
 
 
-def test_all_can_be_done_by_keyboard(page: Page) -> None:
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    for _ in range(20):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.closest('#pool') !== null"):
-            break
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowLeft")
-    assert page.inner_text("#pool .when").endswith(" ago")
-    page.keyboard.press("Escape")
-    assert page.inner_text("#pool .when") == "now"
-    opener = page.locator("#requests button.link").first
-    opener.focus()
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#detail[open]")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("#detail:not([open])", state="attached")
-    assert page.evaluate("document.activeElement.className") == "link"
+def sent_bodies(page: Page) -> list[dict[str, Any]]:
+    """The bodies of all requests for answers from now on."""
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda each: bodies.append(each.post_data_json) if each.url.endswith("completions") else None)
+    return bodies
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_without_scrolling_sideways(
-    browser: Browser, server: ServerProcess, load: Load, scheme: str
-) -> None:
-    options = {"viewport": PHONE, "color_scheme": scheme, "reduced_motion": "reduce"}
-    with watched_page(browser, server.url, key=KEYS["alice"], **options) as page:
-        page.wait_for_selector("#requests tbody tr")
-        page.check("#compare")
-        assert not scrolls_sideways(page)
-        bright = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 128")
-        assert bright == (scheme == "light")
-        page.locator("#requests button.link").first.click()
-        page.wait_for_selector("#detail .strip svg > rect")
-        assert not scrolls_sideways(page)
-        box = page.locator("#detail").bounding_box()
-        assert box and box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+# The chat
 
 
-WIDE = """async () => {
-  const { Chart } = await import("/page/chart.js"), format = await import("/page/format.js");
-  for (const [name, top] of [["seconds", 0.0799], ["seconds", 0.801], ["seconds", 3590], ["whole", 1234567]]) {
-    const series = [{ name: "value", tone: "prompt", value: point => point.value }];
-    const options = { label: name, series, format: format[name], marks: () => "▾" };
-    const chart = new Chart(document.querySelector("#queue"), options);
-    chart.update([{ time: 0, value: 0 }, { time: 60, value: top }], 60);
-  }
-}"""
-LEAVING = """[...document.querySelectorAll(".chart > svg, .strip > svg")].flatMap(chart => {
-  const room = chart.getBoundingClientRect();
-  return [...chart.querySelectorAll("text")].filter(text => {
-    const box = text.getBoundingClientRect();
-    return box.left < room.left || box.right > room.right || box.top < room.top || box.bottom > room.bottom;
-  }).map(text => text.textContent);
+def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
+    assert page.locator("#model").input_value() == "models/tiny" and page.title() == "tiny · KvLLM"
+    bodies = sent_bodies(page)
+    page.click("text=Settings")
+    page.fill("#chat-settings textarea >> nth=0", "Answer in French.")
+    for index, value in enumerate(("0", "0.9", "300", "7")):
+        page.fill(f"#chat-settings input[type=number] >> nth={index}", value)
+    page.click("#chat-settings >> text=Close")
+    page.select_option("#model", "other")
+    ask(page, "the first question")
+    (answer,) = ended(page).all()
+    body = bodies[0]
+    assert body["messages"][0] == {"role": "system", "content": "Answer in French."}
+    assert [body[name] for name in ("model", "temperature", "top_p", "max_tokens", "seed")] == ["other", 0, 0.9, 300, 7]
+    assert "compression" not in body  # the server's own
+    text = answer.locator(".prose").inner_text()
+    assert len(text) > 100
+    assert re.match(r"Memory: [2-8]\d% kept, compressed (once|2 times)", answer.locator(".under").inner_text())
+    page.reload()
+    assert page.locator(".prose").inner_text() == text
+    assert page.locator(".question .plain").inner_text() == "the first question"
+    page.click("text=New chat")
+    page.fill("[type=search]", "first QUESTION")
+    assert page.locator(".chats li").count() == 1
+    page.fill("[type=search]", "something else")
+    assert page.locator(".chats li").count() == 0 and page.locator("text=Nothing was found").is_visible()
+
+
+def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProcess) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={**LONG, "max_tokens": 1500}))
+    ask(page, "go on and on")
+    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 200")
+    before = page.locator(".prose").nth(1).text_content() or ""
+    page.goto("about:blank")
+    time.sleep(0.5)
+    page.go_back()
+    other = page.context.new_page()  # a second tab follows the same answer
+    other.goto(server.url)
+    other.click(".chats .open")
+    texts = []
+    for each in (page, other):
+        ended(each, 2)
+        texts.append(each.locator(".prose").nth(1).text_content() or "")
+        assert "1,500 tokens" in each.locator(".answer .measured").nth(1).inner_text()
+    assert texts[0] == texts[1] and texts[0].startswith(before[:150]) and len(texts[0]) > len(before)
+
+
+def test_a_lost_answer_is_told_in_words(browser: Browser, server: ServerProcess) -> None:
+    """The server was started again; it cannot be reached; the conversation is too long."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.add_init_script(f"sessionStorage.setItem('kvllm-key', {KEYS['alice']!r})")
+    page.goto(server.url)
+    page.wait_for_selector(".welcome h2")
+    bring_in(page, conversation({"content": "x"}, {"content": "half of an ans"}))
+    page.evaluate(LOSE)
+    page.reload()
+    page.wait_for_selector(".problem >> text=was restarted")
+    assert page.locator(".prose").inner_text() == "half of an ans"
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route("**/live/answers/*", lambda route: route.abort())
+    ask(page, "are you there?")
+    page.wait_for_selector(".problem >> text=cannot be reached", timeout=30_000)
+    page.unroute("**/*")
+    page.unroute("**/v1/chat/completions")
+    page.unroute("**/live/answers/*")
+    page.click(".problem >> text=Try again >> nth=-1")
+    ended(page, 2)
+    ask(page, "word " * 9000)
+    page.wait_for_selector(".problem >> text=too long for the model")
+    context.close()
+
+
+LOSE = """() => new Promise(resolve => {
+  const opening = indexedDB.open("kvllm", 1);
+  opening.onsuccess = () => {
+    const store = opening.result.transaction("conversations", "readwrite").objectStore("conversations");
+    const reading = store.getAll();
+    reading.onsuccess = () => {
+      const conversation = reading.result[0];
+      Object.assign(conversation.messages[conversation.leaf], { state: "running", kept: "never-asked", last: 3 });
+      store.put(conversation).onsuccess = resolve;
+    };
+  };
 })"""
 
 
-@pytest.mark.parametrize("width", [PHONE["width"], 1280])
-def test_no_label_leaves_its_chart(browser: Browser, server: ServerProcess, load: Load, width: int) -> None:
-    """In the charts of the page, in others with long labels, and under the strip of a request."""
-    viewport = {"width": width, "height": PHONE["height"]}
-    with watched_page(browser, server.url, key=KEYS["alice"], viewport=viewport) as page:
-        page.wait_for_selector("#requests tbody tr")
-        page.wait_for_selector("#first svg text")
-        page.evaluate(WIDE)
-        labels = page.locator(".chart > svg text").all_text_contents()
-        assert {"80.0 ms", "1,500,000", "▾", "now"} <= set(labels) and len(labels) > 40
-        assert page.evaluate(LEAVING) == []
-        page.locator("#requests button.link").first.click()
-        page.wait_for_selector("#detail .strip svg > rect")
-        assert page.evaluate(LEAVING) == [] and not scrolls_sideways(page)
-        sizes = (
-            "[...document.querySelectorAll('.strip svg text, .strip .ends')].map(x => x.getBoundingClientRect().height)"
-        )
-        assert page.evaluate(sizes) and min(page.evaluate(sizes)) > 10  # it can be read on a phone, too
+def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
+    ask(page, "a long one")
+    page.wait_for_selector(".answer >> nth=1 >> .prose")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=Stopped.")
+    wait_until(lambda: server.json("/load", headers=authorization("alice"))[1]["server_load"] == 0, "the end")
+    page.click(".chats .open")
+    page.locator(".answer").nth(0).locator("text=Answer again").click()
+    page.click("text=Stop")
+    page.wait_for_selector(".branches >> text=2/2")
+    assert page.locator(".answer").count() == 1
+    page.click("[aria-label='Earlier version']")
+    assert page.locator(".answer").count() == 2 and page.locator(".prose").first.inner_text() == "y"
+    page.locator(".question").nth(1).locator("text=Edit").click()
+    page.fill(".editor", "a better question")
+    page.keyboard.press("Enter")
+    page.click("text=Stop")
+    assert page.locator(".question .plain").all_inner_texts() == ["x", "a better question"]
+    page.locator(".question").nth(1).locator("[aria-label='Earlier version']").click()
+    assert page.locator(".question .plain").all_inner_texts() == ["x", "a long one"]
+    page.locator(".question").nth(1).locator("text=Delete").click()
+    assert page.locator(".question .plain").all_inner_texts() == ["x", "a better question"]
+    page.click("text=Undo")
+    assert page.locator(".question .plain").all_inner_texts() == ["x", "a long one"]
+    page.click("[aria-label^='Delete']")
+    assert page.locator(".chats li").count() == 0 and page.locator(".welcome").is_visible()
 
 
-def test_hostile_text_stays_text(browser: Browser, server: ServerProcess) -> None:
-    """In a prompt, in an output and in the name of a key."""
-    asked = threading.Thread(target=complete, args=(server, HOSTILE, HOSTILE), kwargs={"max_tokens": 3000}, daemon=True)
-    asked.start()
-    with watched_page(browser, server.url, key=KEYS[HOSTILE]) as page:
-        row = page.locator("#requests tbody tr", has_text=HOSTILE)
-        row.first.wait_for()
-        assert HOSTILE in page.inner_text("#settings")
-        row.first.locator("button.link").click()
-        page.wait_for_selector("#detail .strip svg > rect")
-        page.click("#detail summary >> text=Prompt")
-        assert page.inner_text("#detail-body pre >> nth=0").startswith(HOSTILE)
-        assert page.locator("img").count() == 0 and "harmed" not in page.title()
-        page.click("#detail-cancel")
-        wait_until(lambda: not asked.is_alive(), "the end")
+MARKDOWN = r"""Here is **bold** and $e^{i\pi}+1=0$.
+
+$$\int_0^1 x^2\,dx = \frac{1}{3}$$
+
+| City | People |
+|:-----|-------:|
+| Lisbon | 545,000 |
+
+```python
+def add(a, b):
+    return a + b
+```
+
+Costs are $5 and $6. <b>No markup</b>
+
+مرحبا بالعالم
+"""
 
 
-def test_a_prompt_is_answered_at_two_settings(browser: Browser, server: ServerProcess, load: Load) -> None:
-    with watched_page(browser, server.url, key=KEYS[HOSTILE]) as page:
-        page.wait_for_selector("#sides fieldset")
-        compare_two_settings(page)
+def test_markdown_code_maths_thoughts_and_calls(page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    call = {"id": "c1", "name": "weather", "arguments": '{"city": "Lisbon"}'}
+    bring_in(page, conversation({"content": "x"}, {"content": MARKDOWN, "thought": "A secret idea.", "calls": [call]}))
+    prose = page.locator(".prose")
+    assert prose.locator("strong").inner_text() == "bold" and prose.locator("math").count() == 2
+    assert prose.locator("math[display=block] mfrac").count() == 1
+    assert prose.locator("td").all_inner_texts() == ["Lisbon", "545,000"]
+    assert prose.locator("pre .hljs-keyword").all_inner_texts() == ["def", "return"]
+    assert "Costs are $5 and $6. <b>No markup</b>" in prose.inner_text()
+    right_to_left = prose.locator("p", has_text="مرحبا")
+    assert right_to_left.evaluate("each => getComputedStyle(each).direction") == "rtl"
+    page.click("text=Copy code")
+    assert page.evaluate("navigator.clipboard.readText()") == "def add(a, b):\n    return a + b"
+    page.locator(".answer .actions >> text=Copy").click()
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    assert not page.locator("text=A secret idea.").is_visible()
+    page.click(".thought summary")
+    assert page.locator("text=A secret idea.").is_visible()
+    bodies = sent_bodies(page)
+    assert '"city": "Lisbon"' in page.locator(".call pre").inner_text()
+    page.fill(".call textarea", "sunny")
+    page.click("text=Give the result")
+    ended(page, 2)
+    assert bodies[0]["messages"][-1] == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+    assert bodies[0]["messages"][-2]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-def compare_two_settings(page: Page) -> None:
-    """The same prompt with all KV pairs and with few: the texts are equal up to the first compression."""
-    page.fill("#prompt", "def add(a, b):")
-    page.fill("#max-tokens", "300")
-    page.check("#compare")
-    page.click("#send")
-    page.wait_for_selector("#stop:not([disabled])")
-    page.wait_for_selector("#stop[disabled]")
-    whole, few = page.locator(".measured").all_inner_texts()
-    assert re.match(r"300 tokens · [\d,]+ tokens/s · first token .* · 100% of KV pairs kept$", whole)
-    assert re.match(r"300 tokens · [\d,]+ tokens/s · first token .* · [2-7]\d% of KV pairs kept$", few)
-    first, second = page.locator("#sides pre[aria-label]").all_inner_texts()
-    assert first[:60] == second[:60] and len(first) > 200
+HARM = "window.harmed=1"
+HOSTILE_ANSWERS = (
+    f"<script>{HARM}</script>",
+    f"<img src=x onerror={HARM}>",
+    f"<svg onload={HARM}><script>{HARM}</script></svg>",
+    f"[click](javascript:{HARM}) [data](data:text/html,<script>{HARM}</script>) [tab](java&#x09;script:{HARM})",
+    f"<iframe srcdoc='<script>parent.{HARM}</script>'></iframe><object data=x></object><base href=//evil.example>",
+    "![picture](http://evil.example/pixel.png) <link rel=stylesheet href=//evil.example/x.css>",
+    f'```html"><img src=x onerror={HARM}>\n<script>{HARM}</script>',  # a fence that is never closed
+    "| " + " | ".join(["x"] * 60) + " |\n|" + "-|" * 60 + "\n" + ("| " + " | ".join(["y"] * 60) + " |\n") * 60,
+    "\u202egnp.exe\u202c \u2066hidden\u2069 \u200f" + "\u0301" * 500,
+    f"<math><mtext></form><form><mglyph><style></math><img src=x onerror={HARM}>",
+    r"$\href{javascript:window.harmed=1}{x}$ $\def\x{\x\x}\x$ $" + "{" * 300 + "$",
+    "> " * 400
+    + "deep\n\n"
+    + "[" * 3000
+    + "*" * 3000
+    + f"<a href='x' style='position:fixed' id=app onclick={HARM}>x</a>",
+)
+FOUND = """[...document.querySelectorAll('.prose *')].filter(each =>
+  ['script', 'img', 'svg', 'iframe', 'object', 'form', 'style', 'link', 'base'].includes(each.localName) ||
+  [...each.attributes].some(({ name, value }) => name.startsWith('on') || name === 'style' || name === 'id' ||
+    /^\\s*(javascript|data):/i.test(value))).map(each => each.outerHTML.slice(0, 200))"""
+
+
+def test_twelve_hostile_answers_do_no_harm(page: Page) -> None:
+    messages = [message for text in HOSTILE_ANSWERS for message in ({"content": text}, {"content": text})]
+    bring_in(page, conversation(*messages, {"content": "x"}, {"content": "the **end**", "thought": HOSTILE_ANSWERS[1]}))
+    assert page.locator(".prose strong").last.text_content() == "end" and page.locator(".prose").count() == 13
+    for prose in page.locator(".prose").all():  # what comes into view is made into elements
+        prose.scroll_into_view_if_needed()
+    wait_for(page, "document.querySelectorAll('.prose :is(p, pre, table, math)').length >= 12")
+    assert page.evaluate(FOUND) == []
+    for link in page.locator(".prose a").all():
+        assert re.match("https?://", link.get_attribute("href") or ""), link.evaluate("each => each.outerHTML")
+        assert "noopener" in (link.get_attribute("rel") or "")
+    page.locator(".prose").first.click()
+    assert page.evaluate("window.harmed") is None and not scrolls_sideways(page)
+    page.set_viewport_size(PHONE)
+    assert not scrolls_sideways(page)
+
+
+def test_texts_are_attached(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}))
+    bodies = sent_bodies(page)
+    files = "input[aria-label='Text files']"
+    page.set_input_files(files, {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"remember the milk"})
+    page.wait_for_selector(".files >> text=notes.txt")
+    page.set_input_files(files, {"name": "x.bin", "mimeType": "text/plain", "buffer": b"\xff\xfe\0"})
+    page.wait_for_selector("text=x.bin is no text file")
+    page.evaluate(PASTE)
+    page.wait_for_selector(".files >> text=pasted text 2")
+    page.click("[aria-label='Remove pasted text 2']")
+    ask(page, "what is in it?")
+    ended(page, 2)
+    assert bodies[0]["messages"][-1]["content"] == "notes.txt:\n```\nremember the milk\n```\n\nwhat is in it?"
+    assert page.locator(".file summary").inner_text() == "notes.txt"
+
+
+PASTE = """() => {
+  const data = new DataTransfer();
+  data.setData("text/plain", "long ".repeat(1000));
+  const event = new ClipboardEvent("paste", { clipboardData: data, cancelable: true });
+  document.querySelector("#composer").dispatchEvent(event);
+}"""
+
+
+def test_memory_is_chosen_and_two_answers_are_compared(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={**SHORT, "max_tokens": 400}))
+    bodies = sent_bodies(page)
+    assert "Memory: keep 25%" in page.inner_text(".slider")
+    page.focus(".slider input")
+    page.keyboard.press("ArrowRight")
+    assert "Memory: keep 38%" in page.inner_text(".slider")
+    page.check("text=Compare with all kept")
+    ask(page, "def add(a, b):")
+    ended(page, 2)
+    assert [body["compression"] for body in bodies] == [{"compress": False}, {"retain_blocks": 3}]
+    whole, few = page.locator(".side").all()
+    assert "Everything kept" in whole.inner_text() and "Memory: 100% kept" in whole.inner_text()
+    assert re.search(r"Memory: [3-7]\d% kept, compressed", few.inner_text())
+    for side in (whole, few):
+        assert re.search(r"400 tokens · [\d,]+ tokens/s · first after [\d.]+ s · [\d.]+ MiB", side.inner_text())
+    assert re.match(r"The same for \d{2,} characters", page.inner_text(".parting"))
+    few.locator(".strip g").nth(2).hover()
+    shown = few.locator(".under b").inner_text()
+    assert re.match(r"tokens \d+ to \d+: 38% remembered", shown), shown
+    few.locator("summary >> text=Details").click()
+    assert re.search(r"at token \d+: 1 window compressed, 80 KV pairs dropped", few.inner_text())
+    assert re.search(r": 48 of 128 kept", few.inner_text())
+
+
+def test_chats_leave_and_come_back_as_files(page: Page, tmp_path: Path) -> None:
+    one = conversation({"content": "the question"}, {"content": "the **answer**"}, title="First", system="Be kind.")
+    bring_in(page, one, conversation({"content": "x"}, {"content": "y"}, title="Second"))
+    page.click(".chats >> text=First")
+    paths = []
+    for label in ("Save as text", "Export all"):
+        with page.expect_download() as download:
+            page.click(f"text={label}")
+        paths.append(tmp_path / download.value.suggested_filename)
+        download.value.save_as(paths[-1])
+    assert paths[0].name == "First.md" and "## You\n\nthe question" in paths[0].read_text()
+    for _ in range(2):
+        page.locator(".chats [aria-label^=Delete]").first.click()
+    page.set_input_files("#import", paths[0])
+    page.wait_for_selector(".prose strong >> text=answer")
+    page.click("text=Settings")
+    assert page.input_value("#chat-settings textarea >> nth=0") == "Be kind."
+    page.keyboard.press("Escape")
+    page.set_input_files("#import", paths[1])
+    wait_for(page, "document.querySelectorAll('.chats li').length === 3")
+    page.set_input_files("#import", {"name": "x.json", "mimeType": "application/json", "buffer": b"[1]"})
+    page.wait_for_selector(".toast >> text=no conversations")
+
+
+def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
+    page.reload()
+    page.wait_for_selector(".question")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.type("one line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("another")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".answer >> nth=1 >> .prose")
+    assert page.evaluate("document.activeElement.id") == "composer" and page.input_value("#composer") == ""
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=Stopped.")
+    page.keyboard.press("ArrowUp")
+    assert page.input_value("#composer") == "one line\nanother"
+    page.keyboard.press("ArrowUp")
+    assert page.input_value("#composer") == "x"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert page.input_value("#composer") == ""
+    reached = set()
+    for _ in range(25):
+        page.keyboard.press("Shift+Tab")
+        reached.add(page.evaluate("document.activeElement.textContent.slice(0, 20)"))
+    assert {"Edit", "Copy", "Delete", "Answer again", "Settings", "New chat", "Monitor"} <= reached
+
+
+def test_long_answers_do_not_stall(page: Page) -> None:
+    """Ten answers of 10,000 tokens, through which one scrolls, and one that grows: on a busy machine."""
+    paragraph = "Some **words** with `code`, and maths: $x^2$. " * 12 + "\n\n- a\n- b\n\n```python\nx = 1\n```\n\n"
+    text = paragraph * 60
+    assert len(text) > 35_000
+    messages = [message for _ in range(10) for message in ({"content": "x"}, {"content": text})]
+    page.evaluate(WATCH)
+    bring_in(
+        page, conversation({"content": "x"}, {"content": "y"}, settings=LONG), conversation(*messages, title="Long")
+    )
+    page.click(".chats >> text=Long")
+    page.wait_for_selector(".prose >> nth=9 >> math >> nth=-1", state="attached")
+    page.evaluate("document.querySelector('.conversation').scrollTop = 0")
+    page.wait_for_selector(".prose >> nth=0 >> math >> nth=0")
+    assert page.locator("math").count() < 10 * 60 * 12 / 2  # most are made when they come near
+    assert page.evaluate("Math.max(0, ...window.tasks)") < 2000
+    page.click(".chats .open >> nth=1")
+    page.evaluate("window.tasks = []")
+    ask(page, "go on")
+    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 3000")
+    assert page.evaluate("Math.max(0, ...window.tasks)") < 250
+    page.keyboard.press("Escape")
+
+
+WATCH = """() => {
+  window.tasks = [];
+  const take = list => window.tasks.push(...list.getEntries().map(each => each.duration));
+  new PerformanceObserver(take).observe({ entryTypes: ["longtask"] });
+}"""
+AXE = SOURCES / "node_modules/axe-core/axe.min.js"
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: make page")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Browser, server: ServerProcess, scheme: str) -> None:
+    with watched_page(browser, server.url, key=KEYS["alice"], color_scheme=scheme) as page:
+        page.wait_for_selector(".welcome h2")
+        page.evaluate(AXE.read_text())
+        assert violations(page) == []
+        call = {"id": "c1", "name": "weather", "arguments": "{}"}
+        answer = {"content": MARKDOWN, "thought": "An idea.", "calls": [call]}
+        bring_in(page, conversation({"content": "x"}, {"content": "y"}), conversation({"content": "x"}, answer))
+        ask(page, "and now?")
+        ended(page, 2)
+        page.click(".chats li:nth-child(2) .open")
+        assert violations(page) == []
+        page.click("text=Settings")
+        assert violations(page) == []
+        page.keyboard.press("Escape")
+        page.click("text=Monitor")
+        page.wait_for_selector("#pool svg text")
+        assert violations(page) == []
+
+
+def violations(page: Page) -> list[str]:
+    found = page.evaluate("axe.run().then(found => found.violations)")
+    return [f"{each['id']}: {node['html'][:200]}" for each in found for node in each["nodes"]]
+
+
+def test_a_phone_shows_all_without_scrolling_sideways(browser: Browser, server: ServerProcess) -> None:
+    options = {"viewport": PHONE, "color_scheme": "dark", "reduced_motion": "reduce"}
+    with watched_page(browser, server.url, key=KEYS["alice"], **options) as page:
+        page.wait_for_selector(".welcome h2")
+        assert not scrolls_sideways(page)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 128")
+        bring_in(page, conversation({"content": "x"}, {"content": MARKDOWN}))
+        page.click("button >> text=Chats")
+        page.click(".chats .open")
+        assert not page.locator(".sidebar").is_visible()
+        ask(page, "and now?")
+        ended(page, 2)
+        assert not scrolls_sideways(page)
+        page.click("text=Monitor")
+        page.wait_for_selector("#pool svg text")
+        assert not scrolls_sideways(page)
 
 
 def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     context = browser.new_context()
     page = context.new_page()
-    page.goto(server.url)
+    page.goto(server.url + "/#monitor")
     page.wait_for_selector("#key-dialog[open]")
     page.fill("#key", KEYS["alice"])
+    page.uncheck("#key-dialog input[type=checkbox]")
     page.keyboard.press("Enter")
     wait_for(page, "document.querySelector('#status').textContent === 'live'")
     assert "key alice" in page.inner_text("#settings")
+    assert page.evaluate("JSON.stringify(sessionStorage)").count("alice-key") == 0
+    page.reload()
+    page.wait_for_selector("#key-dialog[open]")  # it was kept in memory alone
+    page.fill("#key", KEYS["alice"])
+    page.keyboard.press("Enter")
+    wait_for(page, "document.querySelector('#status').textContent === 'live'")
+    page.reload()
+    wait_for(page, "document.querySelector('#status')?.textContent === 'live'")
     context.close()
 
 
-# The routes
+# The files
+
+
+def test_the_files_belong_to_the_sources_and_are_small() -> None:
+    sources = [path for path in (SOURCES / "src").rglob("*") if path.is_file()]
+    sources += [SOURCES / name for name in ("build.mjs", "package.json", "package-lock.json", "tsconfig.json")]
+    digest = hashlib.sha256()
+    for path in sorted(sources, key=lambda path: path.relative_to(SOURCES).as_posix()):
+        digest.update(f"{path.relative_to(SOURCES).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    assert f'content="{digest.hexdigest()}"' in (BUILT / "index.html").read_text(), "run make page"
+    assert sum(len(gzip.compress(path.read_bytes())) for path in BUILT.iterdir()) < 300_000
+    assert "resolved" not in (SOURCES / "package-lock.json").read_text()  # no host of a registry
 
 
 def test_the_files_allow_nothing_foreign_and_need_no_key(server: ServerProcess) -> None:
     status, headers, content = server.request("/")
-    assert status == 200
+    assert status == 200 and b"<script>" not in content
     names = re.findall(r'(?:href|src)="([^"#]+)"', content.decode())
     assert {"page/main.js", "page/style.css"} <= set(names)  # relative, for proxies that give the server a path
     for path in ("/", *(f"/{name}" for name in names)):
         status, headers, content = server.request(path)
         policy = headers["content-security-policy"]
         assert status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
-        assert b"http://" not in content.replace(b"http://www.w3.org/", b"") and b"https://" not in content
         assert headers["x-content-type-options"] == "nosniff"
     for path in ("/page/none.js", "/page/..%2Flive.py", "/page/"):
         assert server.request(path)[0] == 404
 
 
-def test_figures_and_actions_need_a_key(server: ServerProcess) -> None:
-    for path, method in (("/live/events", "GET"), ("/live/requests/a", "GET"), ("/live/requests/a", "DELETE")):
-        assert server.request(path, method=method)[0] == 401
+# The routes
+
+
+def test_figures_answers_and_actions_need_a_key(server: ServerProcess) -> None:
+    for path in ("/live/requests/a", "/live/answers/a"):
+        assert [server.request(path, method=method)[0] for method in ("GET", "DELETE")] == [401, 401]
+    assert server.request("/live/events")[0] == 401
+
+
+def kept(server: ServerProcess, name: str, key: str, **options: Any) -> bytes:
+    """The stream of a request that is kept."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "stream": True, "temperature": 0, "ignore_eos": True, **options}
+    return server.request("/v1/chat/completions", body, {**authorization(key), "X-Keep-Answer": name})[2]
+
+
+def test_a_kept_answer_is_read_again_by_its_key_alone(server: ServerProcess) -> None:
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_kv_spans": True}}
+    first = kept(server, "one-1", "alice", max_tokens=400, **options)
+    assert server.request("/live/answers/one-1", headers=authorization("alice"))[2] == first
+    events = first.split(b"\n\n")
+    rest = server.request("/live/answers/one-1?after=7", headers=authorization("alice"))[2]
+    at = next(number for number, event in enumerate(events) if event.endswith(b"\nid: 7"))
+    assert rest.split(b"\n\n") == events[at + 1 :]
+    assert server.request("/live/answers/one-1", headers=authorization(HOSTILE))[0] == 404
+    assert b"there is an answer" in kept(server, "one-1", "alice", max_tokens=1)
+    assert b"is not allowed" in kept(server, "../x", "alice", max_tokens=1)
+    usages = [json.loads(event[6:].split(b"\nid: ")[0])["usage"] for event in events if b'"usage":{' in event]
+    told = [usage for usage in usages if "kv_spans" in usage["kvllm"]]
+    assert len(told) == len({usage["kvllm"]["windows"] for usage in usages}) - 1 > 0  # with each compression
+    for usage in told:
+        spans = usage["kvllm"]["kv_spans"]
+        assert sum(end - start - left for start, end, left in spans) == usage["kvllm"]["evicted_pairs"]
+        assert usage["total_tokens"] - 2 <= spans[-1][1] <= usage["total_tokens"] + 2
+        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+def test_a_kept_answer_goes_on_alone_and_is_ended(server: ServerProcess) -> None:
+    body = {"prompt": "x", "stream": True, "max_tokens": 3000, "ignore_eos": True}
+    sent = {**authorization("alice"), "X-Keep-Answer": "two", "Content-Type": "application/json"}
+    with urlopen(Request(server.url + "/v1/completions", json.dumps(body).encode(), sent), timeout=20) as answer:
+        answer.read(100)
+    grown = lambda: len(first_events(server, "/live/answers/two", "alice", 20)) == 20  # noqa: E731
+    wait_until(grown, "more events")
+    assert server.request("/live/answers/two", headers=authorization("alice"), method="DELETE")[0] == 204
+    text = server.request("/live/answers/two", headers=authorization("alice"))[2]
+    assert text.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' not in text
 
 
 def test_text_and_cancellation_are_for_the_owner_alone(server: ServerProcess) -> None:
@@ -322,19 +657,15 @@ def test_text_and_cancellation_are_for_the_owner_alone(server: ServerProcess) ->
 
 def requests_of(server: ServerProcess, key: str) -> list[str]:
     """Ids of a key's requests, as the stream has them."""
-    return [row["id"] for row in first_tick(server, key)["requests"] if row["tenant"] == key]
+    tick = first_events(server, "/live/events", key, 2)[1]
+    return [row["id"] for row in tick["requests"] if row["tenant"] == key]
 
 
-def first_tick(server: ServerProcess, key: str) -> dict[str, Any]:
-    return stream(server, key, 2)[1]
-
-
-def stream(server: ServerProcess, key: str, count: int) -> list[dict[str, Any]]:
-    """The first events of the stream."""
+def first_events(server: ServerProcess, path: str, key: str, count: int) -> list[dict[str, Any]]:
+    """The first events of a stream."""
     events = []
-    with urlopen(Request(server.url + "/live/events", headers=authorization(key)), timeout=20) as answer:
-        while len(events) < count:
-            line = answer.readline()
+    with urlopen(Request(server.url + path, headers=authorization(key)), timeout=20) as answer:
+        while len(events) < count and (line := answer.readline()):
             if line.startswith(b"data: {"):
                 events.append(json.loads(line[6:]))
     return events
@@ -342,10 +673,139 @@ def stream(server: ServerProcess, key: str, count: int) -> list[dict[str, Any]]:
 
 def test_the_stream_begins_with_history_and_goes_on_at_two_hertz(server: ServerProcess) -> None:
     time.sleep(1)
-    start, *ticks = stream(server, "alice", 4)
+    start, *ticks = first_events(server, "/live/events", "alice", 4)
     info = start["info"]
     assert start["type"] == "start" and info["key"] == "alice"
-    assert (info["kept_option"], info["kept_default"]) == ("retain_blocks", 2)
+    assert (info["kept_option"], info["kept_default"], info["kept_of"]) == ("retain_blocks", 2, 8)
+    assert info["pair_bytes"] > 0
     assert len(start["history"]) >= 2 and all(len(sample) == len(start["columns"]) for sample in start["history"])
     times = [tick["sample"][0] for tick in ticks]
     assert start["history"][-1][0] < times[0] and times[2] - times[0] == pytest.approx(1, abs=0.6)
+
+
+# The monitor
+
+
+@pytest.fixture
+def monitor(browser: Browser, server: ServerProcess, load: Load) -> Iterator[Page]:
+    with watched_page(browser, server.url, path="/#monitor", key=KEYS["alice"]) as found:
+        found.wait_for_selector("#requests tbody tr")
+        yield found
+
+
+def legend(page: Page, chart: str) -> dict[str, str]:
+    """Names and values of a chart's series."""
+    script = "items => items.map(item => [item.childNodes[1].textContent.trim(), item.lastChild.textContent])"
+    return dict(page.locator(f"#{chart} .legend li:not(.when)").evaluate_all(script))
+
+
+def test_the_pool_moves_and_compression_shows(monitor: Page) -> None:
+    wait_for(monitor, "[...document.querySelectorAll('#pool .legend b')][1].textContent !== '0'")
+    values = {name: int(value.replace(",", "")) for name, value in legend(monitor, "pool").items()}
+    need = values.pop("without compression")
+    assert sum(values.values()) == 320 and values["compressed"] > 0
+    assert need > 320 - values["free"] - values["reusable"]
+    shape = "document.querySelector('#pool svg path[fill*=compressed]').getAttribute('d')"
+    before = monitor.evaluate(shape)
+    wait_for(monitor, f"{shape} !== {before!r}")
+    assert monitor.locator("#figures dd").nth(1).inner_text().startswith("4\n")
+    assert "2 sequences waiting: the first for a place" in monitor.inner_text("#waiting-for")
+
+
+def test_the_price_of_a_step_shows(monitor: Page) -> None:
+    wait_for(monitor, "!document.querySelector('#gap .legend b').textContent.includes('–')")
+    assert re.fullmatch(r"[\d.]+ m?s", legend(monitor, "step")["model"])
+    assert int(legend(monitor, "speed")["all requests"].replace(",", "")) > 0
+    assert legend(monitor, "gap").keys() == legend(monitor, "first").keys() == {"median", "99th percentile"}
+
+
+def test_a_request_is_opened_and_cancelled(monitor: Page, load: Load) -> None:
+    windows = "[...document.querySelectorAll('#requests [data-label=Windows]')]"
+    wait_for(monitor, f"{windows}.some(x => x.textContent > '0')")
+    rows = monitor.locator("#requests tbody tr")
+    row = rows.filter(has=monitor.locator("[data-label=Windows]", has_text=re.compile("^[1-9]"))).last
+    name = row.locator("button.link").inner_text()
+    row.locator("button.link").focus()
+    monitor.keyboard.press("Enter")
+    monitor.wait_for_selector("#detail .strip rect")
+    assert monitor.inner_text("#detail h2") == name
+    monitor.click("#detail summary >> text=as text")
+    spans = monitor.locator("#detail .spans li").all_inner_texts()
+    assert any(re.search(r": 32 of 128 kept$", span) for span in spans), spans
+    assert len(monitor.inner_text("#detail-output")) > 20
+    before = len(load.outputs)
+    monitor.click("#detail-cancel")
+    wait_for(monitor, "document.querySelector('#detail-note').textContent === 'The request has ended.'")
+    wait_until(lambda: any(output.get("finish_reason") == "abort" for output in load.outputs[before:]), "the abort")
+    monitor.keyboard.press("Escape")
+    wait_for(monitor, "!document.querySelector('#detail')")
+    wait_for(monitor, f"![...document.querySelectorAll('#requests button.link')].some(x => x.textContent === {name!r})")
+
+
+def test_charts_are_read_by_keyboard(monitor: Page) -> None:
+    monitor.keyboard.press("Tab")
+    assert monitor.evaluate("document.activeElement.className") == "skip"
+    for _ in range(20):
+        monitor.keyboard.press("Tab")
+        if monitor.evaluate("document.activeElement.closest('#pool') !== null"):
+            break
+    monitor.keyboard.press("ArrowLeft")
+    monitor.keyboard.press("ArrowLeft")
+    assert monitor.inner_text("#pool .when").endswith(" ago")
+    monitor.keyboard.press("Escape")
+    assert monitor.inner_text("#pool .when") == "now"
+
+
+LEAVING = """[...document.querySelectorAll(".chart > svg")].flatMap(chart => {
+  const room = chart.getBoundingClientRect();
+  return [...chart.querySelectorAll("text")].filter(text => {
+    const box = text.getBoundingClientRect();
+    return box.left < room.left - 1 || box.right > room.right + 1 || box.top < room.top || box.bottom > room.bottom + 1;
+  }).map(text => text.textContent);
+})"""
+ABOVE = """[...document.querySelectorAll(".chart > svg")].flatMap(chart => {
+  const top = Math.min(...[...chart.querySelectorAll(".grid")].map(line => Number(line.getAttribute("y1"))));
+  return [...chart.querySelectorAll("path.line, path.edge")]
+    .flatMap(path => path.getAttribute("d").match(/,-?[\\d.]+/g) ?? [])
+    .filter(y => Number(y.slice(1)) < top - 0.2);
+})"""
+
+
+@pytest.mark.parametrize("size", [(390, 844), (1280, 800)])
+def test_axes_hold_what_they_show(browser: Browser, server: ServerProcess, load: Load, size: tuple[int, int]) -> None:
+    """No line is cut off, no label leaves its chart, counts have whole labels, and one glance has all charts."""
+    viewport = {"width": size[0], "height": size[1]}
+    with watched_page(browser, server.url, path="/#monitor", key=KEYS["alice"], viewport=viewport) as page:
+        page.wait_for_selector("#requests tbody tr")
+        page.wait_for_selector("#first svg text")
+        wait_for(page, "document.querySelectorAll('#gap .chart > svg path.line').length === 2")
+        assert page.evaluate(LEAVING) == [] and page.evaluate(ABOVE) == [] and not scrolls_sideways(page)
+        for chart in ("pool", "queue", "speed"):
+            labels = page.locator(f"#{chart} svg text[text-anchor=end]:not(:text('now'))").all_text_contents()
+            assert len(set(labels)) == len(labels) > 1 and all(re.fullmatch(r"[\d,]+", label) for label in labels)
+        bottom = page.evaluate("document.querySelector('.charts').getBoundingClientRect().bottom")
+        assert bottom <= size[1]
+
+
+def test_hostile_names_stay_text(browser: Browser, server: ServerProcess) -> None:
+    """In a prompt, in an output and in the name of a key."""
+    asked = threading.Thread(target=complete, args=(server, HOSTILE, HOSTILE), kwargs={"max_tokens": 3000}, daemon=True)
+    asked.start()
+    with watched_page(browser, server.url, path="/#monitor", key=KEYS[HOSTILE]) as page:
+        row = page.locator("#requests tbody tr", has_text=HOSTILE)
+        row.first.wait_for()
+        assert HOSTILE in page.inner_text("#settings")
+        row.first.locator("button.link").click()
+        page.wait_for_selector("#detail .strip rect")
+        page.click("#detail summary >> text=Prompt")
+        assert page.inner_text("#detail pre >> nth=0").startswith(HOSTILE)
+        assert page.locator("img").count() == 0 and "harmed" not in page.title()
+        page.click("#detail-cancel")
+        wait_until(lambda: not asked.is_alive(), "the end")
+
+
+def test_refused_requests_are_listed_without_their_text(monitor: Page, server: ServerProcess) -> None:
+    body = {"model": "none-such-secret", "messages": []}
+    assert server.json("/v1/chat/completions", body, authorization("alice"))[0] == 404
+    monitor.wait_for_selector("#refused li >> text=404 NotFoundError · /v1/chat/completions · alice")
+    assert "secret" not in monitor.inner_text("#refused")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.server import ServerProcess
+from tests.helpers.waiting import wait_until
 from tests.serving.conftest import PROMPT
 
 VOCABULARY = 229
@@ -23,7 +24,12 @@ def flagged_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
     template.write_text(TEMPLATE)
     names = ("--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-tokenizer-info-endpoint")
     pool = ("--kv-cache-memory-bytes", "64M", "--max-logprobs", "-1")
-    process = ServerProcess(*names, "--chat-template", str(template), *pool)
+    browser = template.parent / "browser"
+    browser.write_text(f"#!/bin/sh\necho $1 > {template.parent}/opened")
+    browser.chmod(0o755)
+    environment = {"BROWSER": f"{browser} %s"}
+    process = ServerProcess("--open", *names, "--chat-template", str(template), *pool, environment=environment)
+    process.opened = template.parent / "opened"  # type: ignore[attr-defined]
     try:
         yield process
     finally:
@@ -96,3 +102,9 @@ def test_the_tokenizer_tells_about_itself(flagged_server: ServerProcess, server:
     assert isinstance(answer["tokenizer_class"], str) and answer["tokenizer_class"]
     assert not {"vocab_file", "tokenizer_file", "name_or_path"} & answer.keys()
     assert server.json("/tokenizer_info")[0] == 404
+
+
+def test_the_page_is_told_and_opened(flagged_server: Any) -> None:
+    wait_until(lambda: flagged_server.opened.exists() and flagged_server.opened.read_text() != "", "the browser")
+    assert flagged_server.opened.read_text() == f"{flagged_server.url}/\n"
+    assert f"chat and monitor in a browser: {flagged_server.url}/" in flagged_server.log

@@ -1,0 +1,44 @@
+// The history of conversations, in the browser's own database; other tabs hear of changes.
+
+import type { Conversation } from "./model";
+
+const STORE = "conversations";
+const channel = new BroadcastChannel("kvllm");
+let opened: Promise<IDBDatabase> | null = null;
+
+function open(): Promise<IDBDatabase> {
+  opened ??= new Promise((resolve, reject) => {
+    const request = indexedDB.open("kvllm", 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+  return opened;
+}
+
+async function run<T>(mode: IDBTransactionMode, work: (store: IDBObjectStore) => IDBRequest<T>): Promise<T> {
+  const transaction = (await open()).transaction(STORE, mode);
+  const request = work(transaction.objectStore(STORE));
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onabort = () => reject(transaction.error);
+  });
+}
+
+export const loadAll = () => run<Conversation[]>("readonly", store => store.getAll());
+export const load = (id: string) => run<Conversation | undefined>("readonly", store => store.get(id));
+
+export async function save(conversation: Conversation) {
+  await run("readwrite", store => store.put(conversation));
+  channel.postMessage(conversation.id);
+}
+
+export async function forget(id: string) {
+  await run("readwrite", store => store.delete(id));
+  channel.postMessage(id);
+}
+
+// Calls back with the id of a conversation that another tab has changed.
+export function onForeignChange(react: (id: string) => void) {
+  channel.onmessage = event => react(event.data);
+}
