@@ -57,7 +57,7 @@ class DenseModel:
         residual = self.model.embedding.forward(torch.tensor(token_ids, device=self.device))
         x, runs = normalized(residual, self.norms[0], self.model.eps), []
         for i, layer in enumerate(self.layers):
-            queries, keys, values = layer.attention.project(x, positions)
+            queries, keys, values = self.model.attentions[i].project(x, positions)
             runs.append(LayerRun(residual.clone(), queries, keys, values))
             attended = self._attend(i, queries, keys, values, self.visible(i, 0, len(positions)))
             x = layer.finish(attended, residual, self.norms[i + 1])
@@ -72,7 +72,7 @@ class DenseModel:
         attended = self._attend(changed, queries[begin:], keys, values, visible)
         x = self.layers[changed].finish(attended, residual, self.norms[changed + 1])
         for i in range(changed + 1, len(self.layers)):
-            queries, *new = self.layers[i].attention.project(x, positions)
+            queries, *new = self.model.attentions[i].project(x, positions)
             keys, values = (torch.cat((old[:begin], own)) for old, own in zip(runs[i][2:], new, strict=True))
             attended = self._attend(i, queries, keys, values, self.visible(i, begin, len(keys)))
             x = self.layers[i].finish(attended, residual, self.norms[i + 1])
@@ -86,7 +86,7 @@ class DenseModel:
         return ((back >= 0) & (back < window)).expand(self.config.num_kv_heads, -1, -1)
 
     def softmax(self, layer: int) -> Softmax:
-        return Softmax(self.config.scale, self.options[layer].soft_cap, self.layers[layer].attention.sinks)
+        return Softmax(self.config.scale, self.options[layer].soft_cap, self.model.attentions[layer].sinks)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]`."""

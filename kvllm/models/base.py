@@ -38,7 +38,8 @@ Visitor = Callable[[int, torch.Tensor], None]
 class Decoder:
     """One rank's shard of a model. A loader calls `allocate`, fills what `weights` names, then calls `compile`.
 
-    num_query_heads, num_kv_heads: of this rank. weights_note: what the loader says of the weights, for the log.
+    attentions: of the layers that have one. num_query_heads, num_kv_heads: of this rank. weights_note: what the loader
+        says of the weights, for the log.
     """
 
     weights_note: str | None = None
@@ -59,9 +60,9 @@ class Decoder:
         self.norm_offset = config.norm_offset
         self.logit_cap = config.logit_cap
         self.logit_divisor = config.logit_divisor
-        attending = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
-        self.num_query_heads = attending[0].qkv.num_query_heads
-        self.num_kv_heads = attending[0].qkv.num_kv_heads
+        self.attentions = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
+        self.num_query_heads = self.attentions[0].qkv.num_query_heads
+        self.num_kv_heads = self.attentions[0].qkv.num_kv_heads
         self._places = _places([isinstance(layer.attention, SelfAttention) for layer in layers])
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._compiled: CompiledLayers | None = None
@@ -86,7 +87,7 @@ class Decoder:
         """Let compiled operators run the layers, if these have no parts but the common ones, whole and packed. Called
         once all weights are written."""
         layers = [
-            (layer, layer.mlp)
+            (layer, layer.attention, layer.mlp)
             for layer in self.layers
             if type(layer) is DecoderLayer
             and type(layer.attention) is SelfAttention

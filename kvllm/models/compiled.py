@@ -13,7 +13,7 @@ from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend, window_arguments
 
 if TYPE_CHECKING:
-    from kvllm.models.parts import DecoderLayer, GatedMLP
+    from kvllm.models.parts import DecoderLayer, GatedMLP, SelfAttention
 
 CompiledAttention = AttentionContext | PartedAttention
 
@@ -21,22 +21,23 @@ CompiledAttention = AttentionContext | PartedAttention
 class CompiledLayers:
     """The loop over the layers without Python: the same kernels in the same order, so the same bits.
 
-    layers: packed, each with its MLP.
+    layers: packed, each with its parts.
     """
 
-    def __init__(self, layers: Sequence[tuple[DecoderLayer, GatedMLP]], final_norm: torch.Tensor, eps: float) -> None:
-        first = layers[0][0].attention
+    def __init__(
+        self, layers: Sequence[tuple[DecoderLayer, SelfAttention, GatedMLP]], final_norm: torch.Tensor, eps: float
+    ) -> None:
+        first = layers[0][1]
         self._num_layers = len(layers)
         self._run = operator("run_decoder")
         self._queries = operator("decoder_queries")
         self._decoder = operator("make_decoder")(
             final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
         )
-        for layer, mlp in layers:
-            self._add(layer, mlp)
+        for each in layers:
+            self._add(*each)
 
-    def _add(self, layer: DecoderLayer, mlp: GatedMLP) -> None:
-        attention = layer.attention
+    def _add(self, layer: DecoderLayer, attention: SelfAttention, mlp: GatedMLP) -> None:
         operator("add_decoder_layer")(
             self._decoder,
             attention.cos_sin,

@@ -80,7 +80,7 @@ class RepeatedText:
 
 def repeat(model: Decoder, state: SequenceState, text: tuple[int, int], attention: RepeatedText) -> None:
     """Give the tokens of a sequence from position `text[0]` to the one in front of `text[1]` to the model once more."""
-    cos_sin = model.layers[0].attention.cos_sin
+    cos_sin = model.attentions[0].cos_sin
     length, num_positions = state.logical_length, len(cos_sin)
     for begin, end in pieces(*text, num_positions - length):
         first = min(length, num_positions - (end - begin))

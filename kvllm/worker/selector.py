@@ -137,7 +137,7 @@ class Selector:
     def softmax(self, layer: int) -> Softmax:
         """The softmax of a layer's attention."""
         options = self.backend.layers[layer]
-        sinks = self.model.layers[layer].attention.sinks if options.sinks else None
+        sinks = self.model.attentions[layer].sinks if options.sinks else None
         return Softmax(self.backend.scale, options.soft_cap, sinks)
 
     def _recompute(self, windows: list[Windows], offsets: np.ndarray, visit: Any) -> None:
