@@ -49,7 +49,7 @@ function Conversation() {
       if (box.current) box.current.scrollTop = box.current.scrollHeight;
       if (frames) requestAnimationFrame(() => toEnd(frames - 1));
     };
-    toEnd(4);
+    toEnd(hasRunning(conversation) ? 0 : 4);
   }, [conversation.id, messages.length, grown]);
   return (
     <div class="conversation" ref={box} onScroll={scroll} tabindex={0} role="log" aria-label="Conversation" aria-busy={hasRunning(conversation)}>

@@ -34,7 +34,7 @@ export function excerpt(message: Message, [start, end]: Span, most = 90): string
 }
 
 export function MemoryStrip({ message }: { message: Message }) {
-  const [shown, setShown] = useState<Span | null>(null);
+  const [shown, setShown] = useState<Span | null>(null), [isOpen, setOpen] = useState(false);
   changes(message.id).value;
   const { usage, memory } = message;
   if (!usage || !memory) return null;
@@ -49,9 +49,9 @@ export function MemoryStrip({ message }: { message: Message }) {
         {shown ? <><b>{describe(shown).replace("words", "tokens")}</b> <q dir="auto">{excerpt(message, shown) || "what was asked"}</q></>
           : <>{summary}{memory.events.length ? `, compressed ${memory.events.length === 1 ? "once" : `${memory.events.length} times`}` : ""}</>}
       </p>
-      <details>
+      <details onToggle={event => setOpen(event.currentTarget.open)}>
         <summary>Details</summary>
-        <Details message={message} spans={spans} />
+        {isOpen && <Details message={message} spans={spans} />}
       </details>
     </div>
   );

@@ -138,7 +138,7 @@ function ToolResult({ message }: { message: Message }) {
   );
 }
 
-function AnswerActions({ message }: { message: Message }) {
+function AnswerActions({ message, isPair }: { message: Message; isPair?: boolean }) {
   changes(message.id).value;
   if (isRunning(message)) return null;
   const model = message.model && message.model !== info.value?.model ? shortName(message.model) : "";
@@ -148,7 +148,7 @@ function AnswerActions({ message }: { message: Message }) {
       <Copy text={() => message.content} />
       <button type="button" class="quiet" onClick={() => again(message)}>Answer again</button>
       <button type="button" class="quiet" onClick={() => removeMessage(message)}>Delete</button>
-      <span class="measured">{[model, measured(message)].filter(Boolean).join(" · ")}</span>
+      {!isPair && <span class="measured">{[model, measured(message)].filter(Boolean).join(" · ")}</span>}
     </div>
   );
 }
@@ -168,7 +168,7 @@ function Pair({ first, second }: { first: Message; second: Message }) {
           </section>
         ))}
       </div>
-      <AnswerActions message={second} />
+      <AnswerActions message={second} isPair />
     </article>
   );
 }
