@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ START_SECONDS = 60
 
 
 class Firefox:
-    """One window. errors: what its console had."""
+    """One window. errors: what its console had. The connection has a thread of its own: Playwright's loop runs in the
+    main one."""
 
     def __init__(self, url: str) -> None:
         self.errors: list[str] = []
+        self._thread = ThreadPoolExecutor(1)
         self._runner = asyncio.Runner()
         self._number = 0
         self._run(self._connect(url))
@@ -62,10 +65,11 @@ class Firefox:
 
     def close(self) -> None:
         self._run(self._session.close())
-        self._runner.close()
+        self._thread.submit(self._runner.close).result()
+        self._thread.shutdown()
 
     def _run(self, work: Any) -> Any:
-        return self._runner.run(work)
+        return self._thread.submit(self._runner.run, work).result()
 
     async def _connect(self, url: str) -> None:
         self._session = aiohttp.ClientSession()
