@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from kvllm.core.regions import Region
 from kvllm.errors import KvLLMError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -88,7 +87,7 @@ class RequestMetrics:
     windows_compressed: int = 0
     evicted_entries: int = 0
     missing_entries: int = 0
-    regions: Sequence[Region] = ()
+    regions: Sequence[Any] = ()
     missing_mass_max: float | None = None
     missing_mass_sum: float = 0.0
     missing_mass_steps: int = 0

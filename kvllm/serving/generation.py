@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvllm.core.regions import Region
 from kvllm.core.spans import Span, kept_spans
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
@@ -133,7 +134,7 @@ class Generation:
 
     def _new_spans(self) -> list[Span]:
         """What is left of the KV cache, if there was a compression since the last call and the request wants it."""
-        regions = list(self._progress[0].metrics.regions) if self._tells_spans else []
+        regions: list[Region] = list(self._progress[0].metrics.regions) if self._tells_spans else []
         if len(regions) == self._regions_told:
             return []
         self._regions_told = len(regions)

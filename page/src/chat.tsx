@@ -43,7 +43,7 @@ function Conversation() {
   const scroll = () => { const at = box.current!; follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < NEAR; };
   useEffect(() => { follows.current = true; }, [conversation.id, messages.length]);
   useEffect(() => {
-    if (!(follows.current && hasRunning(conversation)) && grown) return;
+    if (!follows.current) return;
     // What comes into view gets its true height in the next frame.
     const toEnd = (frames: number) => {
       if (box.current) box.current.scrollTop = box.current.scrollHeight;
