@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, LayerGroup, SpeculativeConfig, TenantConfig
+from kvllm.core import state_snapshots
 from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence, ServiceClass
@@ -34,7 +36,8 @@ class Harness:
 
     def __init__(self, config: EngineConfig, loss: float = 0.0) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
+        with patch.object(state_snapshots, "DISTANCE", 8):  # texts are short
+            self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
         self.worker = LiteralWorker(config, loss=loss)
         self.live: dict[int, Sequence] = {}
         self.finished: dict[int, list[int]] = {}
@@ -151,7 +154,8 @@ def configs(draw) -> EngineConfig:
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     compression = None
     groups = draw(kv_groups())
-    slides = any(group.window is not None for group in groups)
+    recurrent = draw(st.booleans())
+    slides = recurrent or any(group.window is not None for group in groups)
     kinds = ["none", "windows", "windows", "threshold"] if has_full(groups) else ["none"]
     kind = draw(st.sampled_from(kinds))
     if kind == "threshold":
@@ -174,7 +178,7 @@ def configs(draw) -> EngineConfig:
         kept = {"retain_tokens": retain}
         if draw(st.booleans()):
             groups = draw(retaining_groups(window_blocks))
-            slides = groups[-1].window is not None
+            slides = recurrent or groups[-1].window is not None
             layer_groups = [LayerGroup(sum(group.parts, ()), group.retain_blocks) for group in full_groups(groups)]
             kept, retain = {"layer_groups": layer_groups}, groups[0].retain_blocks * block_size
         buffer = draw(st.integers(0, min(retain, window - 1)))
@@ -212,7 +216,9 @@ def configs(draw) -> EngineConfig:
         num_host_blocks=draw(st.sampled_from([0, 0, 8, 200])),
         swap=draw(st.sampled_from(["always", "always", "auto"])),
         kv_offloading_path=draw(st.sampled_from([None, "disk"])),
-        speculation=draw(st.sampled_from([None, None, NGRAM, SUFFIX])),
+        has_recurrent_layers=recurrent,
+        num_state_snapshots=draw(st.integers(0, 4)) if recurrent else 0,
+        speculation=None if recurrent else draw(st.sampled_from([None, None, NGRAM, SUFFIX])),
     )
 
 

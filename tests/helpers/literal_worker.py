@@ -53,6 +53,18 @@ class LiteralSequence:
         self.logical = logical
         self.first_scored: int | None = None  # a position; none before it has a score
         self.choice: CompressionJob | None = None  # of windows that are compressed later
+        self.state = 0  # a digest of all tokens that are computed
+
+    def compute(self) -> None:
+        """Take one token more."""
+        self.state = hash((self.state, self.tokens[self.logical]))
+        self.logical += 1
+
+    def check_state(self) -> None:
+        digest = 0
+        for token in self.tokens[: self.logical]:
+            digest = hash((digest, token))
+        assert self.state == digest, "the recurrent state is that of another text"
 
     @property
     def cached(self) -> int:
@@ -78,6 +90,7 @@ class LiteralHost:
         self.loads: dict[int, tuple[list[int], list[list[Entry | None]] | None]] = {}
         self.cancelled: list[int] = []
         self.first_scored: dict[int, int | None] = {}
+        self.states: dict[int, int] = {}
         self.disk: dict[bytes, list[Entry | None]] = {}
         self.has_told = False  # what is on the disk
 
@@ -87,6 +100,7 @@ class LiteralHost:
         self.loads.clear()
         self.cancelled.clear()
         self.first_scored.clear()
+        self.states.clear()
         self.has_told = False
 
     def slots(self, block: int) -> range:
@@ -155,6 +169,7 @@ class LiteralWorker(BlockingExecutor):
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
         self.host = LiteralHost(config.block_size, random.Random(seed), loss)
+        self.states: dict[int, int] = {}  # by rows
         self.verified: dict[int, list[int]] = {}  # sequences with drafts in the last step, and the right tokens
 
     def slot(self, table: LiteralTable, position: int) -> int:
@@ -185,12 +200,17 @@ class LiteralWorker(BlockingExecutor):
             self.sequences.clear()
             self.host.restart()
         self._accept(plan)
+        for each in plan.state_copies:
+            assert 0 <= each.row < self.config.num_state_snapshots
+            self.states[each.row] = self.sequences[each.seq_id].state
         self.host.store(plan, self.cache)
         for seq_id in plan.suspended:
             if seq_id in self.sequences:
                 self.host.first_scored[seq_id] = self.sequences[seq_id].first_scored
+                self.host.states[seq_id] = self.sequences[seq_id].state
         for seq_id in plan.forgotten:
             self.host.first_scored.pop(seq_id, None)
+            self.host.states.pop(seq_id, None)
         for seq_id in plan.dropped_seq_ids:
             del self.sequences[seq_id]
         for start in plan.new_seqs:
@@ -201,6 +221,8 @@ class LiteralWorker(BlockingExecutor):
             seq.tables = [LiteralTable(table.dropped, table.blocks) for table in start.tables]
             assert len(seq.tables) == len(self.windows)
             seq.first_scored = self.host.first_scored.pop(start.seq_id, None)
+            seq.state = 0 if start.state_row is None else self.states[start.state_row]
+            seq.state = self.host.states.pop(start.seq_id, seq.state)
         for start in plan.scored:
             seq = self.sequences[start.seq_id]
             assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
@@ -342,13 +364,15 @@ class LiteralWorker(BlockingExecutor):
             for _ in range(item.num_tokens):
                 for part, table in enumerate(seq.tables):
                     self.cache[self.slot(table, seq.logical)] = self.entry(seq, part, seq.logical)
-                seq.logical += 1
+                seq.compute()
         for item in scheduled_in(plan):  # every write of the step is done: nobody wrote over somebody else's entries
             seq = self.sequences[item.seq_id]
             for part in self.full_parts:
                 table = seq.tables[part]
                 self._check_entries(seq, part, self.entries(table.blocks, 0, seq.logical - table.dropped))
             self._check_windows(seq, item.num_tokens)
+            if self.config.has_recurrent_layers:
+                seq.check_state()
             assert item.samples == (seq.logical == len(seq.tokens))
             if item.draft:
                 result.verified.append(self._verify(item.seq_id, seq, item.draft))
@@ -359,7 +383,7 @@ class LiteralWorker(BlockingExecutor):
             tokens.append(self._sample(item.seq_id, seq))
             for fork in item.forks:
                 child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.logical, seq.sampling)
-                child.first_scored = seq.first_scored
+                child.first_scored, child.state = seq.first_scored, seq.state
                 child.tables = copy.deepcopy(seq.tables)
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
