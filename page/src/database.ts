@@ -4,6 +4,8 @@ import type { Conversation } from "./model";
 
 const STORE = "conversations";
 const channel = new BroadcastChannel("kvllm");
+// An answer that is stopped because its conversation goes is not to bring that back.
+const forgotten = new Set<string>();
 let opened: Promise<IDBDatabase> | null = null;
 
 function open(): Promise<IDBDatabase> {
@@ -29,11 +31,15 @@ export const loadAll = () => run<Conversation[]>("readonly", store => store.getA
 export const load = (id: string) => run<Conversation | undefined>("readonly", store => store.get(id));
 
 export async function save(conversation: Conversation) {
+  if (forgotten.has(conversation.id)) return;
   await run("readwrite", store => store.put(conversation));
   channel.postMessage(conversation.id);
 }
 
+export const remember = (id: string) => forgotten.delete(id);
+
 export async function forget(id: string) {
+  forgotten.add(id);
   await run("readwrite", store => store.delete(id));
   channel.postMessage(id);
 }

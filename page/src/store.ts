@@ -2,7 +2,7 @@
 
 import { effect, signal } from "@preact/signals";
 import { ask, follow, hasRunning, isRunning, resumeAll, stop } from "./answers";
-import { forget, load, loadAll, onForeignChange, save } from "./database";
+import { forget, load, loadAll, onForeignChange, remember, save } from "./database";
 import { type Attachment, type Conversation, type Message, add, newConversation, newestLeaf, path, remove } from "./model";
 import { info } from "./server";
 
@@ -107,7 +107,7 @@ export function removeConversation(conversation: Conversation) {
   conversations.value = conversations.value.filter(each => each.id !== conversation.id);
   forget(conversation.id).catch(() => {});
   if (current.value.id === conversation.id) show(newConversation());
-  toast.value = { text: "The chat was deleted.", undo: () => { changed(conversation); show(conversation); } };
+  toast.value = { text: "The chat was deleted.", undo: () => { remember(conversation.id); changed(conversation); show(conversation); } };
 }
 
 export function stopAll() {
