@@ -187,7 +187,8 @@ def test_an_aborted_search_gives_what_it_has() -> None:
     async def run() -> RequestOutput:
         params = BeamSearchParams(beam_width=4, max_tokens=500, ignore_eos=True)
         search = asyncio.create_task(llm.beam_search(PROMPTS[0], params, "search"))
-        await asyncio.sleep(0.3)
+        while await llm.inspect(lambda engine: engine.stats.output_tokens < 40):  # all beams have some
+            await asyncio.sleep(0.01)
         await llm.abort("search")
         found = await asyncio.wait_for(search, 20)
         while await llm.inspect(lambda engine: engine.has_unfinished_requests()):

@@ -349,6 +349,11 @@ def resolve_dtype(dtype: str, model: ModelConfig, computed: Container[str] = ITE
 
 
 def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> None:
+    if model.recurrent is not None:
+        raise ConfigError(
+            f"{model.architecture} has recurrent layers, of whose time nothing is known here: simulate a model whose "
+            "layers all have attention"
+        )
     rates = hardware.flops_per_s
     require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of {', '.join(ITEMSIZE)}")
     require(dtype in rates, "dtype", dtype, f"{hardware.name!r} has flops_per_s of {', '.join(rates)}")

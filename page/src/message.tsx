@@ -159,6 +159,8 @@ function Pair({ first, second }: { first: Message; second: Message }) {
   return (
     <article class="message pair" aria-label="Two answers">
       <Parting first={first} second={second} />
+      <Untouched message={first} />
+      <Untouched message={second} />
       <div class="sides">
         {[first, second].map(message => (
           <section class="side" aria-label={name(message)}>
@@ -171,6 +173,13 @@ function Pair({ first, second }: { first: Message; second: Message }) {
       <AnswerActions message={second} isPair />
     </article>
   );
+}
+
+// Why an answer that might have been compressed was not.
+function Untouched({ message }: { message: Message }) {
+  changes(message.id).value;
+  if (isRunning(message) || message.share === 1 || !message.usage || message.memory?.events.length) return null;
+  return <p class="parting">Nothing was compressed: the answer is short, or memory was not.</p>;
 }
 
 function Figures({ message }: { message: Message }) {

@@ -24,6 +24,7 @@ from tests.helpers.tokenizers import byte_level
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 MODEL, DIRECTORY = "Qwen/Qwen3-0.6B", "path/to/Qwen3-0.6B"
+RERANKER = "Qwen/Qwen3-Reranker-0.6B"
 ELSEWHERE = ("add-a-model.md", "add-a-method.md")
 """Pages whose examples are files, which tests of models and of methods from outside add."""
 
@@ -55,13 +56,16 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A small model where the pages have theirs: in a directory, and on a hub."""
     path = tmp_path / DIRECTORY
     tokenizer = byte_level("chat").hf
+    tokenizer.add_tokens(["no", "yes"])  # which rerankers answer with
     make_checkpoint(path, "qwen3", vocab_size=len(tokenizer), num_hidden_layers=1, head_dim=64)
     tokenizer.save_pretrained(path)
     edit(path, max_position_embeddings=512)
     (path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     with reachable_hub(tmp_path / "cache", monkeypatch) as hub:
         hub.add_folder(MODEL, path)
+        hub.add_folder(RERANKER, path)
         yield
 
 

@@ -114,6 +114,11 @@ def wait_for(page: Page, expression: str) -> None:
     wait_until(lambda: page.evaluate(expression), expression, 30)
 
 
+def settled(page: Page) -> None:
+    """Wait until what was done shows: the page draws with the next frame."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def scrolls_sideways(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
@@ -186,9 +191,11 @@ def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
     page.click("text=New chat")
     page.fill("[type=search]", "first QUESTION")
     page.wait_for_timeout(100)
+    settled(page)
     assert page.locator(".chats li").count() == 1
     page.fill("[type=search]", "something else")
     page.wait_for_selector("text=Nothing was found")
+    settled(page)
     assert page.locator(".chats li").count() == 0
 
 
@@ -262,9 +269,11 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     page.locator(".answer").nth(0).locator("text=Answer again").click()
     page.click("text=Stop")
     page.wait_for_selector(".branches >> text=2/2")
+    settled(page)
     assert page.locator(".answer").count() == 1
     page.click("[aria-label='Earlier version']")
     wait_for(page, "document.querySelectorAll('.answer').length === 2")
+    settled(page)
     assert page.locator(".prose").first.inner_text() == "y"
     page.locator(".question").nth(1).locator("text=Edit").click()
     page.fill(".editor", "a better question")
@@ -283,6 +292,7 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     page.wait_for_selector(".welcome h2")
     page.reload()
     page.wait_for_selector(".welcome h2")
+    settled(page)
     assert page.locator(".chats li").count() == 0  # its answer has not brought it back
 
 
@@ -318,11 +328,15 @@ def test_markdown_code_maths_thoughts_and_calls(page: Page) -> None:
     right_to_left = prose.locator("p", has_text="مرحبا")
     assert right_to_left.evaluate("each => getComputedStyle(each).direction") == "rtl"
     page.click("text=Copy code")
+    settled(page)
     assert page.evaluate("navigator.clipboard.readText()") == "def add(a, b):\n    return a + b"
     page.locator(".answer .actions >> text=Copy").click()
+    settled(page)
     assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    settled(page)
     assert not page.locator("text=A secret idea.").is_visible()
     page.click(".thought summary")
+    settled(page)
     assert page.locator("text=A secret idea.").is_visible()
     bodies = sent_bodies(page)
     assert '"city": "Lisbon"' in page.locator(".call pre").inner_text()
@@ -389,6 +403,7 @@ def test_texts_are_attached(page: Page) -> None:
     ask(page, "what is in it?")
     ended(page, 2)
     assert bodies[0]["messages"][-1]["content"] == "notes.txt:\n```\nremember the milk\n```\n\nwhat is in it?"
+    settled(page)
     assert page.locator(".file summary").inner_text() == "notes.txt"
 
 
@@ -403,9 +418,11 @@ PASTE = """() => {
 def test_memory_is_chosen_and_two_answers_are_compared(page: Page) -> None:
     bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={**SHORT, "max_tokens": 400}))
     bodies = sent_bodies(page)
+    settled(page)
     assert "Memory: keep 25%" in page.inner_text(".slider")
     page.focus(".slider input")
     page.keyboard.press("ArrowRight")
+    settled(page)
     assert "Memory: keep 38%" in page.inner_text(".slider")
     page.check("text=Compare with all kept")
     ask(page, "def add(a, b):")
@@ -421,8 +438,19 @@ def test_memory_is_chosen_and_two_answers_are_compared(page: Page) -> None:
     shown = few.locator(".under b").inner_text()
     assert re.match(r"tokens \d+ to \d+: 38% remembered", shown), shown
     few.locator("summary >> text=Details").click()
+    few.locator(".spans li").first.wait_for()
     assert re.search(r"at token \d+: 1 window compressed, 80 KV pairs dropped", few.inner_text())
     assert re.search(r": 48 of 128 kept", few.inner_text())
+    assert not page.is_visible("text=Nothing was compressed")
+
+
+def test_an_answer_that_was_not_compressed_says_so(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}))
+    page.check("text=Compare with all kept")
+    ask(page, "short")
+    ended(page, 2)
+    settled(page)
+    assert page.locator("text=Nothing was compressed: the answer is short, or memory was not.").count() == 1
 
 
 def test_chats_leave_and_come_back_as_files(page: Page, tmp_path: Path) -> None:
@@ -454,6 +482,7 @@ def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
     page.reload()
     page.wait_for_selector(".question")
     page.keyboard.press("Tab")
+    settled(page)
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
     page.keyboard.type("one line")
@@ -461,6 +490,7 @@ def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
     page.keyboard.type("another")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(".answer >> nth=1 >> .prose")
+    settled(page)
     assert page.evaluate("document.activeElement.id") == "composer" and page.input_value("#composer") == ""
     page.keyboard.press("Escape")
     page.wait_for_selector("text=Stopped.")
@@ -580,6 +610,7 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     page.uncheck("#key-dialog input[type=checkbox]")
     page.keyboard.press("Enter")
     wait_for(page, "document.querySelector('#status').textContent === 'live'")
+    settled(page)
     assert "key alice" in page.inner_text("#settings")
     assert page.evaluate("JSON.stringify(sessionStorage)").count("alice-key") == 0
     page.reload()
@@ -801,8 +832,10 @@ def test_a_request_is_opened_and_cancelled(monitor: Page, load: Load) -> None:
     row.locator("button.link").focus()
     monitor.keyboard.press("Enter")
     monitor.wait_for_selector("#detail .strip rect")
+    settled(monitor)
     assert monitor.inner_text("#detail h2") == name
     monitor.click("#detail summary >> text=as text")
+    monitor.locator("#detail .spans li").first.wait_for()
     spans = monitor.locator("#detail .spans li").all_inner_texts()
     assert any(re.search(r": 32 of 128 kept$", span) for span in spans), spans
     assert len(monitor.inner_text("#detail-output")) > 20
@@ -824,8 +857,10 @@ def test_charts_are_read_by_keyboard(monitor: Page) -> None:
             break
     monitor.keyboard.press("ArrowLeft")
     monitor.keyboard.press("ArrowLeft")
+    settled(monitor)
     assert monitor.inner_text("#pool .when").endswith(" ago")
     monitor.keyboard.press("Escape")
+    settled(monitor)
     assert monitor.inner_text("#pool .when") == "now"
 
 
@@ -867,10 +902,12 @@ def test_hostile_names_stay_text(browser: Browser, server: ServerProcess) -> Non
     with watched_page(browser, server.url, path="/#monitor", key=KEYS[HOSTILE]) as page:
         row = page.locator("#requests tbody tr", has_text=HOSTILE)
         row.first.wait_for()
+        settled(page)
         assert HOSTILE in page.inner_text("#settings")
         row.first.locator("button.link").click()
         page.wait_for_selector("#detail .strip rect")
         page.click("#detail summary >> text=Prompt")
+        settled(page)
         assert page.inner_text("#detail pre >> nth=0").startswith(HOSTILE)
         assert page.locator("img").count() == 0 and "harmed" not in page.title()
         page.click("#detail-cancel")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvllm.entrypoints import cli
+from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.models.mixture import make_experts
 from kvllm.simulation.cost import CostModel, QueryBatch
@@ -93,3 +94,9 @@ def test_command_simulates_experts(file: Path, capsys: pytest.CaptureFixture[str
     files = ["--model-config", str(file), "--hardware", "cpu", "--workload", str(workload)]
     cli.main(["simulate", *files, "--block-size", "4", "--num-blocks", "200", "--compression", "none"])
     assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **FAMILIES["qwen3.5"])
+    with pytest.raises(ConfigError, match="Qwen3_5ForCausalLM has recurrent layers, of whose time nothing is known"):
+        CostModel(HARDWARE, load_model_config(tmp_path), "float32")
