@@ -16,7 +16,7 @@ TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_clas
 class PoolingParams(Options, frozen=True, kw_only=True):
     """Options of one request for embeddings, scores or classes.
 
-    Args:
+    Attributes:
         dimensions: numbers of an embedding, which is cut before it is normalized, for models that say so
             (`is_matryoshka` or `matryoshka_dimensions` in config.json, or in `hf_overrides`).
         use_activation: whether embeddings are normalized, and scores of classes become probabilities. Default: what
