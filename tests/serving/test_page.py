@@ -386,6 +386,7 @@ def test_twelve_hostile_answers_do_no_harm(page: Page) -> None:
     page.locator(".prose").first.click()
     assert page.evaluate("window.harmed") is None and not scrolls_sideways(page)
     page.set_viewport_size(PHONE)
+    settled(page)
     assert not scrolls_sideways(page)
 
 
@@ -495,11 +496,14 @@ def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector("text=Stopped.")
     page.keyboard.press("ArrowUp")
+    settled(page)
     assert page.input_value("#composer") == "one line\nanother"
     page.keyboard.press("ArrowUp")
+    settled(page)
     assert page.input_value("#composer") == "x"
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
+    settled(page)
     assert page.input_value("#composer") == ""
     reached = set()
     for _ in range(25):
@@ -569,8 +573,10 @@ def test_axe_finds_nothing(browser: Browser, server: ServerProcess, scheme: str)
         ask(page, "and now?")
         ended(page, 2)
         page.click(".chats li:nth-child(2) .open")
+        settled(page)
         assert violations(page) == []
         page.click("text=Settings")
+        settled(page)
         assert violations(page) == []
         page.keyboard.press("Escape")
         page.click("text=Monitor")
@@ -592,6 +598,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Browser, server: 
         bring_in(page, conversation({"content": "x"}, {"content": MARKDOWN}))
         page.click("button >> text=Chats")
         page.click(".chats .open")
+        settled(page)
         assert not page.locator(".sidebar").is_visible()
         ask(page, "and now?")
         ended(page, 2)
