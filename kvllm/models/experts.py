@@ -17,7 +17,7 @@ import torch
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import silu_mul
 from kvllm.models.layers import Weight, row_part
-from kvllm.models.parts import GatedMLP
+from kvllm.models.parts import MLP, GatedMLP
 from kvllm.models.quantize import TILE
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split
@@ -169,11 +169,11 @@ class ExpertsMLP:
         return total.to(out.dtype)
 
 
-def make_mlp(layer: int, config: ModelConfig, *arguments: Any) -> ExpertsMLP | GatedMLP:
-    """The MLP of a layer: experts, or one for all tokens. `arguments`: as those of GatedMLP."""
+def make_mlp(layer: int, config: ModelConfig, *arguments: Any, kind: type[ExpertsMLP] = ExpertsMLP) -> MLP:
+    """The MLP of a layer: experts of a kind, or one for all tokens. `arguments`: as those of GatedMLP."""
     assert config.experts is not None
     dense = layer in config.experts.dense_layers
-    return GatedMLP(config, *arguments) if dense else ExpertsMLP(config, *arguments)
+    return GatedMLP(config, *arguments) if dense else kind(config, *arguments)
 
 
 def whole_matrix(weight: LinearWeight) -> Weight:

@@ -24,6 +24,7 @@ from kvllm._extension import operator
 from kvllm.kvcache.recurrent import RecurrentStep
 
 EPS = 1e-6
+SMALLEST = torch.finfo(torch.float32).tiny
 CHUNK = 64
 """Tokens of a text that torch computes together where there are more."""
 
@@ -98,7 +99,7 @@ def torch_gated_delta_rule(
     queries, keys, values = mixed.float().split([key_heads * key_dim] * 2 + [heads * value_dim], 1)
     queries, keys = (_of_heads(each, key_heads, heads // key_heads) for each in (queries, keys))
     values = values.unflatten(1, (heads, value_dim)).transpose(0, 1)
-    decays, strengths = factors.log().T, strengths.T
+    decays, strengths = factors.clamp_min(SMALLEST).log().T, strengths.T  # the logarithm of 0 makes differences NaN
     out = mixed.new_empty(len(mixed), heads, value_dim)
     for slot, begin, end in _sequences(query_start_loc, slots):
         for first in range(begin, end, CHUNK):

@@ -10,10 +10,10 @@ import torch
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
-from kvllm.models.experts import ExpertsMLP
+from kvllm.models.experts import ExpertsMLP, make_mlp
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import make_experts
-from kvllm.models.parts import MLP, GatedMLP
+from kvllm.models.parts import GatedMLP
 from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import Shard
 
@@ -69,12 +69,6 @@ class Glm4MoeMLP(ExpertsMLP):
         return chosen * self.experts.scale, experts
 
 
-def make_mlp(layer: int, config: ModelConfig, *arguments: Any) -> MLP:
-    assert config.experts is not None
-    dense = layer in config.experts.dense_layers
-    return GatedMLP(config, *arguments) if dense else Glm4MoeMLP(config, *arguments)
-
-
 def read(keys: Glm4MoeKeys) -> dict[str, Any]:
     if keys.n_group != 1 or keys.topk_group != 1:
         refuse(f"n_group is {keys.n_group} and topk_group {keys.topk_group}: experts are chosen by group")
@@ -99,6 +93,6 @@ FAMILY = Family(
     model_type="glm4_moe",
     keys=Glm4MoeKeys,
     read=read,
-    build=partial(build_decoder, make_mlp=make_mlp),
+    build=partial(build_decoder, make_mlp=partial(make_mlp, kind=Glm4MoeMLP)),
     extra_layers=True,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -133,6 +133,11 @@ class GatedDeltaNet:
         self.norm = torch.empty(sizes.value_dim, dtype=dtype, device=device)
         self.out = RowLinear(width, config.hidden_size, shard, dtype, device)
 
+    @cached_property
+    def _rates(self) -> torch.Tensor:
+        """float32 `[heads]`, below 0. Asked for when all weights are written."""
+        return -self.log_rates.exp()
+
     def weights(self, prefix: str) -> dict[str, Weight]:
         own, sizes = self.shard.rank * self.heads, self.sizes
         return {
@@ -183,7 +188,7 @@ class GatedDeltaNet:
         projected = self.inputs.multiply(x)
         mixed = convolve(projected[:, : sum(self.widths[:3])], self.taps, step, index)
         decays, strengths = self.controls.multiply(x).float().chunk(2, 1)
-        decays = -self.log_rates.exp() * F.softplus(decays + self.bias)
+        decays = self._rates * F.softplus(decays + self.bias)
         out = gated_delta_rule(mixed, decays, strengths.sigmoid(), self.key_heads, step, index)
         out = out.view(-1, sizes.value_dim)
         gates = projected[:, -self.widths[3] :].reshape(-1, sizes.value_dim)

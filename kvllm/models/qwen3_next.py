@@ -10,6 +10,7 @@ import torch
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.experts import ExpertsMLP, whole_matrix
+from kvllm.models.experts import make_mlp as make_experts_mlp
 from kvllm.models.layers import Weight
 from kvllm.models.mixture import make_experts
 from kvllm.models.parts import GatedMLP
@@ -68,11 +69,7 @@ class SharedExpertMLP(ExpertsMLP):
         return super().forward(x) + self.shared_gate.multiply(x).sigmoid() * self.shared.forward(x)
 
 
-def make_mlp(layer: int, config: ModelConfig, *arguments: Any) -> SharedExpertMLP | GatedMLP:
-    """The MLP of a layer: experts, or one for all tokens. `arguments`: as those of GatedMLP."""
-    assert config.experts is not None
-    dense = layer in config.experts.dense_layers
-    return GatedMLP(config, *arguments) if dense else SharedExpertMLP(config, *arguments)
+make_mlp = partial(make_experts_mlp, kind=SharedExpertMLP)
 
 
 class InTurnsDeltaNet(GatedDeltaNet):

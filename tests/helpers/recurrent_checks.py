@@ -46,6 +46,7 @@ def assert_follows_rule(
     tokens = sum(SEQUENCES)
     mixed = randn(tokens, 2 * key_heads * key_dim + heads * value_dim, dtype=dtype)
     decays, strengths = -randn(tokens, heads, seed=1).exp(), randn(tokens, heads, seed=2).sigmoid()
+    decays[2::7] = -200  # after which nothing is left, in float32
     states = randn(7, heads, key_dim, value_dim, seed=3)
     held = states.clone()
     out = run(mixed, decays.exp(), strengths, states, starts, slots, key_heads)
