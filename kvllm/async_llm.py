@@ -257,8 +257,8 @@ class AsyncLLM:
             told = list(self._streams.values())
             self._unread.difference_update(output.request_id for output in outputs)
         else:
-            ends = {output.request_id for output in outputs if output.finished or output.request_id in self._unread}
-            self._unread -= ends
+            ends = [output.request_id for output in outputs if output.finished or output.request_id in self._unread]
+            self._unread.difference_update(ends)
             told = [stream for request_id in ends if (stream := self._streams.get(request_id))]
         _wake([stream for stream in told if stream.publish()])
 

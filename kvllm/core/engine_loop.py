@@ -42,8 +42,7 @@ class EngineLoop(Generic[E]):
         self._idle = True
         self._stopping = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvllm-engine", daemon=True)
-        self._thread.start()
+        self._start()
 
     @property
     def is_idle(self) -> bool:
@@ -71,15 +70,22 @@ class EngineLoop(Generic[E]):
             self._changed.notify_all()
         self._thread.join()
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvllm-engine", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._turn()
         except BaseException as error:
-            with self._changed:
-                self.failure = error
-                self._changed.notify_all()
-            self._on_failure()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = error
+            self._changed.notify_all()
+        self._on_failure()
 
     def _turn(self) -> None:
         with self._changed:

@@ -84,6 +84,8 @@ class InputProcessor:
         self.check(prompt, sampling, max_logprobs=-1)  # which the other engine has checked
         request = self._make(request_id, None, prompt, sampling, False, seed, service_class)
         request.output.outputs[0].token_ids += output
+        for completion in request.output.outputs:  # whoever resumes it has the log probabilities of earlier tokens
+            completion.logprobs = completion.cumulative_logprob = None
         return request
 
     def take_seq_ids(self, count: int) -> int:

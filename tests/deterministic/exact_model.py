@@ -1,0 +1,462 @@
+"""A worker whose model is exact arithmetic: each token follows from all KV pairs that it attends, and from nothing else.
+
+A KV pair is a digest of the text up to it. The sum over the pairs that a table leads to decides about the next token,
+so a wrong block, a wrong position or a lost pair shows at once, in the tokens and in a comparison: beside the cache,
+each sequence keeps the positions that its own history of compressions has left, and the sum over these must be the
+same. It shares no code with the real worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvllm.config import EngineConfig
+from kvllm.core.executor import Executor
+from kvllm.core.policies import Standalone
+from kvllm.core.protocol import (
+    NOWHERE,
+    BlockTransfer,
+    CompressionJob,
+    Fork,
+    Load,
+    PartJob,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    TransferReport,
+    decode_plan,
+    decode_result,
+    encode,
+)
+from kvllm.core.sequence import PENDING
+from kvllm.sampling_params import SamplingParams
+from tests.helpers.plans import Scheduled, scheduled_in
+
+BITS = 64
+MASK = 2**BITS - 1
+GARBAGE = 0x5DEECE66D
+VOCAB = 24
+END = 2
+"""The token that ends a text."""
+
+
+def mix(value: int) -> int:
+    """A permutation of 64 bits in which each bit of the input moves half of the output's."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)
+
+
+def factor(part: int) -> int:
+    """By which the pairs of a part of the layers differ from those of others. It is odd, so nothing is lost."""
+    return mix(part + 1) | 1
+
+
+def next_token(attended: int, length: int, last: int, sampling: SamplingParams, seed: int) -> int:
+    """The token after `length` tokens, of which `last` is the last one. One in two continues a fixed series, so that
+    texts repeat themselves and drafts are right at times.
+
+    attended: the sum of all pairs that it attends.
+    """
+    lot = mix(attended ^ length)
+    if sampling.temperature:
+        lot = mix(lot ^ (seed & MASK))
+    return (last * 5 + 3) % VOCAB if lot >> 32 & 1 else lot % VOCAB
+
+
+class Text:
+    """A text, and digests of its beginnings. sums: of the digests before each position."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        self.digests: list[int] = []
+        self.sums = [0]
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            digest = mix((self.digests[-1] if self.digests else 7) ^ (token + 1))
+            self.digests.append(digest)
+            self.sums.append(self.sums[-1] + digest & MASK)
+        self.tokens += tokens
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.digests[length:], self.sums[length + 1 :]
+
+
+class Table:
+    """Where a part's pairs of a sequence are, and which they are.
+
+    dropped, blocks: what plans say. slots: of the pairs in the cache. kept: the positions that compressions have left;
+    None for all. kept_sum: of their digests.
+    """
+
+    def __init__(self, dropped: int, blocks: list[int], block_size: int, window: int | None) -> None:
+        self.dropped = dropped
+        self.block_size = block_size
+        self.window = window
+        self.kept: list[int] | None = None
+        self.kept_sum = 0
+        self.blocks: list[int] = []
+        self.slots = np.empty(0, np.int64)
+        self.replace(0, blocks)
+
+    def replace(self, index: int, blocks: list[int]) -> None:
+        """Let other blocks follow on the first `index` ones."""
+        size = self.block_size
+        self.blocks[index:] = blocks
+        new = (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        self.slots = np.concatenate([self.slots[: index * size], new])
+
+    def slide(self, length: int) -> None:
+        """Let go of the blocks that no token after `length` attends."""
+        while self.window is not None and self.dropped + self.block_size <= length + 1 - self.window:
+            self.dropped += self.block_size
+            del self.blocks[0]
+            self.slots = self.slots[self.block_size :]
+
+    def add(self, digest: int, position: int) -> None:
+        if self.kept is not None:
+            self.kept.append(position)
+            self.kept_sum = self.kept_sum + digest & MASK
+
+    def expected(self, text: Text, length: int) -> int:
+        """The sum over the pairs that the token after `length` tokens attends, by the history of the sequence."""
+        if self.window is not None:
+            return text.sums[length] - text.sums[max(0, length - self.window)] & MASK
+        return text.sums[length] if self.kept is None else self.kept_sum
+
+
+class ModelSequence:
+    def __init__(self, text: Text, prompt_length: int, logical: int, sampling: SamplingParams, seed: int) -> None:
+        self.text = text
+        self.prompt_length = prompt_length
+        self.logical = logical
+        self.sampling = sampling
+        self.seed = seed
+        self.tables: list[Table] = []
+
+
+class ModelHost:
+    """Host blocks and a disk: transfers take any time, and some of what is stored gets lost.
+
+    lot: draws the next number below 1. loss: the share of blocks that get lost.
+    """
+
+    def __init__(self, block_size: int, lot: Callable[[], float], loss: float) -> None:
+        self.size = block_size
+        self.lot = lot
+        self.loss = loss
+        self.disk: dict[bytes, np.ndarray] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """All but the disk is empty."""
+        self.blocks: dict[int, np.ndarray] = {}
+        self.loads: dict[int, tuple[list[int], list[np.ndarray | None]]] = {}
+        self.cancelled: list[int] = []
+        self.suspended: dict[int, list[tuple[list[int] | None, int]]] = {}
+        self.has_told = False
+
+    def content(self, cache: np.ndarray, block: int) -> np.ndarray:
+        return cache[block * self.size : (block + 1) * self.size]
+
+    def store(self, transfer: BlockTransfer, cache: np.ndarray) -> None:
+        digests = transfer.digests or [b""] * len(transfer.blocks)
+        for block, host_block, digest in zip(transfer.blocks, transfer.host_blocks, digests, strict=True):
+            for tier, key, is_asked in ((self.blocks, host_block, host_block != NOWHERE), (self.disk, digest, digest)):
+                if is_asked:
+                    tier.pop(key, None)  # type: ignore[call-overload]
+                    if self.lot() >= self.loss:
+                        tier[key] = self.content(cache, block).copy()  # type: ignore[index]
+
+    def cancel(self, number: int) -> None:
+        if self.loads.pop(number, None):
+            self.cancelled.append(number)
+
+    def load(self, load: Load, cache: np.ndarray) -> None:
+        blocks, host_blocks = load.transfer.blocks, load.transfer.host_blocks
+        digests = load.transfer.digests or [b""] * len(blocks)
+        for block in blocks:
+            self.content(cache, block)[:] = GARBAGE
+        pairs = zip(host_blocks, digests, strict=True)
+        found = [self.disk.get(digest) if host == NOWHERE else self.blocks.get(host) for host, digest in pairs]
+        self.loads[load.number] = blocks, found
+
+    def report(self, cache: np.ndarray, wait: bool) -> TransferReport:
+        loaded, lost, self.cancelled = [], self.cancelled, []
+        for number, (blocks, found) in list(self.loads.items()):
+            if not wait and self.lot() < 0.6:
+                continue
+            del self.loads[number]
+            is_lost = any(each is None for each in found)
+            (lost if is_lost else loaded).append(number)
+            for block, each in zip(blocks, found, strict=True):
+                self.content(cache, block)[:] = GARBAGE if each is None else each
+        on_disk = [] if self.has_told else list(self.disk)
+        self.has_told = True
+        return TransferReport(loaded, lost, 1, 1e-3, on_disk)
+
+
+class ExactModel(Executor):
+    """Executes plans. before_result: is called before each result is given out, and may raise in its place."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rng: random.Random,
+        *,
+        loss: float = 0.0,
+        before_result: Callable[[StepPlan], None] = lambda plan: None,
+    ) -> None:
+        self.config = config
+        self.fills_pending = config.async_scheduling
+        self.before_result = before_result
+        self.broken: str | None = None  # for the next token that is sampled
+        self.is_running = False
+        self._rng = rng
+        self._plans: deque[bytes] = deque()
+        windows = [group.window for group in config.kv_groups for _ in group.parts]
+        self.windows = windows
+        self.full_parts = [part for part, window in enumerate(windows) if window is None]
+        self.factors = [factor(part) for part in range(len(windows))]
+        self.cache = np.full(config.num_blocks * config.block_size, GARBAGE, np.uint64)
+        self.host = ModelHost(config.block_size, rng.random, loss)
+        self.restart()
+
+    def restart(self) -> None:
+        """As new workers are: they know no sequence, and their cache holds anything."""
+        self.sequences: dict[int, ModelSequence] = {}
+        self.sampled: dict[int, int] = {}  # the last token of each sequence
+        self.verified: dict[int, list[int]] = {}
+        self.cache[:] = GARBAGE
+        self.host.restart()
+
+    def launch(self, plan: StepPlan) -> None:
+        if plan.reset:
+            self._plans.clear()
+        self._plans.append(encode(plan))
+
+    def collect(self) -> StepResult:
+        plan = decode_plan(self._plans.popleft())
+        self.is_running = True
+        try:
+            self.before_result(plan)
+            return decode_result(encode(self.run(plan)))
+        finally:
+            self.is_running = False
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.reset:
+            self.restart()
+        self._accept(plan)
+        for number in plan.cancelled:
+            self.host.cancel(number)
+        for transfer in plan.stores:
+            self.host.store(transfer, self.cache)
+        for seq_id in plan.suspended:
+            if seq := self.sequences.get(seq_id):
+                self.host.suspended[seq_id] = [(table.kept, table.kept_sum) for table in seq.tables]
+        for seq_id in plan.forgotten:
+            self.host.suspended.pop(seq_id, None)
+        for seq_id in plan.dropped_seq_ids:
+            del self.sequences[seq_id]
+            self.sampled.pop(seq_id, None)
+        self._begin(plan)
+        for job in plan.compressions:
+            self._compress(self.sequences[job.seq_id], job)
+        for each in plan.copies:
+            table = self.sequences[each.seq_id].tables[each.part]
+            content = self.host.content(self.cache, table.blocks[each.index])
+            self.host.content(self.cache, each.destination)[:] = content
+            table.replace(each.index, [each.destination, *table.blocks[each.index + 1 :]])
+        for load in plan.loads:
+            self.host.load(load, self.cache)
+        result = self._forward(plan)
+        result.transfers = self.host.report(self.cache, wait=not plan.num_seqs)
+        return result
+
+    def _begin(self, plan: StepPlan) -> None:
+        for start in plan.new_seqs:
+            assert start.seq_id not in self.sequences, "a sequence starts twice"
+            text = Text(start.token_ids)
+            seq = ModelSequence(text, start.prompt_length, start.logical_length, start.sampling, start.seed)
+            size = self.config.block_size
+            pairs = zip(start.tables, self.windows, strict=True)
+            seq.tables = [Table(table.dropped, table.blocks, size, window) for table, window in pairs]
+            for table, kept in zip(seq.tables, self.host.suspended.pop(start.seq_id, []), strict=False):
+                table.kept, table.kept_sum = kept
+            self.sequences[start.seq_id] = seq
+
+    def _accept(self, plan: StepPlan) -> None:
+        """Count the tokens of drafts that were right."""
+        for each in plan.accepted:
+            assert self.verified[each.seq_id] == each.token_ids, "other tokens are accepted than those that were right"
+            seq = self.sequences[each.seq_id]
+            seq.text.extend(each.token_ids)
+            self._count(seq, len(each.token_ids))
+            self._slide(seq)
+        self.verified = {}
+
+    # The forward pass
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        result = StepResult([])
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        scheduled = scheduled_in(plan)
+        for item in scheduled:
+            self._store(item)
+        for item in scheduled:  # all writes are done: nobody wrote over somebody else's pairs
+            seq = self.sequences[item.seq_id]
+            attended = self._check(seq)
+            assert item.samples == (seq.logical == len(seq.text.tokens))
+            if item.draft:
+                result.verified.append(self._verify(item, seq))
+            elif item.samples:
+                result.tokens.append(self._sample(item.seq_id, seq, attended))
+                result.tokens += [self._fork(seq, fork, attended) for fork in item.forks]
+            self._slide(seq)
+            for fork in item.forks:
+                self._slide(self.sequences[fork.seq_id])
+        return result
+
+    def _store(self, item: Scheduled) -> None:
+        """Compute the KV pairs of a sequence's query tokens."""
+        seq = self.sequences[item.seq_id]
+        new = [self.sampled[item.seq_id] if token == PENDING else token for token in item.new_tokens]
+        seq.text.extend([*new, *item.draft])
+        begin, end = seq.logical, seq.logical + item.num_tokens
+        content = np.array(seq.text.digests[begin:end], np.uint64)
+        for part, table in enumerate(seq.tables):
+            if item.new_blocks:
+                table.replace(len(table.blocks), item.new_blocks[part])
+            assert begin >= table.dropped and end - table.dropped <= len(table.slots), "there is no block for a pair"
+            slots = table.slots[begin - table.dropped : end - table.dropped]
+            self.cache[slots] = content * np.uint64(self.factors[part])
+        self._count(seq, item.num_tokens)
+
+    def _count(self, seq: ModelSequence, number: int) -> None:
+        for position in range(seq.logical, seq.logical + number):
+            for table in seq.tables:
+                table.add(seq.text.digests[position], position)
+        seq.logical += number
+
+    def _attended(self, seq: ModelSequence, length: int) -> int:
+        """The sum over all pairs that the tables lead the token after `length` tokens to."""
+        total = 0
+        for table in seq.tables:
+            first = table.dropped if table.window is None else max(0, length - table.window)
+            slots = table.slots[first - table.dropped : length - table.dropped]
+            total += int(self.cache[slots].sum(dtype=np.uint64))
+        return total & MASK
+
+    def _expected(self, seq: ModelSequence, length: int) -> int:
+        pairs = zip(self.factors, seq.tables, strict=True)
+        return sum(scale * table.expected(seq.text, length) for scale, table in pairs) & MASK
+
+    def _check(self, seq: ModelSequence) -> int:
+        """What its next token attends, if that is what it should."""
+        for table in seq.tables:
+            if table.window is None:
+                kept = seq.logical if table.kept is None else len(table.kept)
+                assert kept == seq.logical - table.dropped, "the table holds another number of pairs than are left"
+        found, expected = self._attended(seq, seq.logical), self._expected(seq, seq.logical)
+        assert found == expected, "a token attends other pairs than its own history leaves it"
+        return found
+
+    def _sample(self, seq_id: int, seq: ModelSequence, attended: int) -> SampledToken:
+        length = len(seq.text.tokens)
+        token = next_token(attended, length, seq.text.tokens[-1], seq.sampling, seq.seed)
+        self.sampled[seq_id] = token
+        error, self.broken = self.broken, None
+        if seq.sampling.logprobs is None:
+            return SampledToken(token, error=error)
+        top = [(each % VOCAB, -0.5 * i) for i, each in enumerate(range(token, token + seq.sampling.logprobs))]
+        return SampledToken(token, logprob=0.0, rank=1, top_logprobs=top, error=error)
+
+    def _fork(self, seq: ModelSequence, fork: Fork, attended: int) -> SampledToken:
+        assert fork.seq_id not in self.sequences
+        child = copy.deepcopy(seq)
+        child.seed = fork.seed
+        self.sequences[fork.seq_id] = child
+        return self._sample(fork.seq_id, child, attended)
+
+    def _verify(self, item: Scheduled, seq: ModelSequence) -> list[SampledToken]:
+        """Take the draft back, and sample for as long as it is right."""
+        before = len(seq.text.tokens) - len(item.draft)
+        seq.logical -= len(item.draft)
+        for table in seq.tables:
+            if table.kept is not None:
+                del table.kept[len(table.kept) - len(item.draft) :]
+                table.kept_sum = sum(seq.text.digests[position] for position in table.kept) & MASK
+        drafted = seq.text.digests[before:]
+        seq.text.cut(before)
+        sampled = [self._sample(item.seq_id, seq, self._attended(seq, seq.logical))]
+        while len(sampled) <= len(item.draft) and sampled[-1].token_id == item.draft[len(sampled) - 1]:
+            seq.text.extend([sampled[-1].token_id])
+            assert seq.text.digests[-1] == drafted[len(sampled) - 1]
+            seq.logical += 1
+            sampled.append(self._sample(item.seq_id, seq, self._attended(seq, seq.logical)))
+        right = [token.token_id for token in sampled[:-1]]
+        seq.text.cut(before)
+        seq.logical -= len(right)
+        self.verified[item.seq_id] = right
+        return sampled
+
+    def _slide(self, seq: ModelSequence) -> None:
+        for table in seq.tables:
+            table.slide(seq.logical)
+
+    # Compression
+
+    def _compress(self, seq: ModelSequence, job: CompressionJob) -> None:
+        assert seq.sampling.compress, "this request keeps all"
+        for part, of_part in zip(self.full_parts, job.parts, strict=True):
+            if of_part.dropped:
+                self._compact(seq, part, of_part)
+
+    def _compact(self, seq: ModelSequence, part: int, job: PartJob) -> None:
+        """Keep the pairs of a part's windows that score best, where the tables say, and in the positions that the
+        sequence keeps for itself. Scores are a permutation of what pairs hold."""
+        size, table, text = self.config.block_size, seq.tables[part], seq.text
+        cached = seq.logical - table.dropped
+        start = job.first_block * size
+        region_end = min(cached, start + job.region_blocks * size)
+        held = list(range(seq.logical)) if table.kept is None else table.kept
+        content = self.cache[table.slots[start:region_end]]
+        own = np.array([text.digests[position] for position in held[start:region_end]], np.uint64)
+        chosen = self._survivors(job, content * np.uint64(pow(self.factors[part], -1, 2**BITS)))
+        expected = self._survivors(job, own)
+        blocks = table.blocks[job.first_block + job.region_blocks :]
+        table.replace(job.first_block, [*job.destinations, *blocks])
+        self.cache[table.slots[start : start + len(chosen)]] = content[chosen]
+        dropped = region_end - start - len(chosen)
+        table.dropped += dropped
+        table.kept = [*held[:start], *(held[start + index] for index in expected), *held[region_end:]]
+        table.kept_sum = sum(text.digests[position] for position in table.kept) & MASK
+
+    def _survivors(self, job: PartJob, content: np.ndarray) -> list[int]:
+        """Offsets in the region. The last `buffer` pairs of a window stay, and what is after the windows."""
+        if not job.destinations:
+            return []
+        compression = self.config.active_compression
+        assert compression
+        overlap = compression.buffer if isinstance(compression.policy, Standalone) else 0
+        scores = content * np.uint64(mix(99) | 1)
+        kept: list[int] = []
+        for i in range(job.num_windows):
+            first = i * job.stride
+            end = first + job.size - compression.buffer
+            best = first + np.argsort(scores[first:end], kind="stable")[: job.retain - compression.buffer]
+            kept += sorted(best.tolist())
+            if not overlap or i == job.num_windows - 1:
+                kept += range(end, first + job.size)
+        return [*kept, *range(job.span, len(content))]

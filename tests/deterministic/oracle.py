@@ -1,0 +1,38 @@
+"""What a request gives alone: by arithmetic, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvllm import SamplingParams
+from kvllm.core.sequence import fork_seed
+from tests.deterministic.exact_model import END, MASK, Text, factor, next_token
+
+
+def alone(
+    prompt: list[int], sampling: SamplingParams, index: int, windows: Sequence[int | None], max_model_len: int
+) -> tuple[list[int], str]:
+    """Tokens and finish reason of completion `index` of a request with all KV pairs, without a stop string."""
+    text = Text(prompt)
+    seed = fork_seed(sampling.seed or 0, index)
+    longest = min(max_model_len, len(prompt) + (sampling.max_tokens or max_model_len))
+    while True:
+        length = len(text.tokens)
+        attended = 0
+        for part, window in enumerate(windows):
+            first = 0 if window is None else max(0, length - window)
+            attended += factor(part) * (text.sums[length] - text.sums[first] & MASK)
+        text.extend([next_token(attended & MASK, length, text.tokens[-1], sampling, seed)])
+        output = text.tokens[len(prompt) :]
+        if reason := ending(output, sampling, longest - len(prompt)):
+            return output, reason
+
+
+def ending(output: list[int], sampling: SamplingParams, most: int) -> str | None:
+    """Why the last token of an output ends it, stop strings aside."""
+    if len(output) >= sampling.min_tokens:
+        if output[-1] in (sampling.stop_token_ids or ()):
+            return "stop"
+        if output[-1] == END and not sampling.ignore_eos:
+            return "stop"
+    return "length" if len(output) >= most else None
