@@ -127,8 +127,9 @@ class EventStream:
         try:
             await self.source(self._write)
         except Exception as error:
-            if not self._has_begun:
-                raise
+            async with self._beginning:  # the headers may be on their way: no other status can follow on them
+                if not self._has_begun:
+                    raise
             await self._send(self.failure(as_api_error(error)))
         await self._send(self.done, more=False)
 

@@ -20,6 +20,10 @@ class Stuck(AssertionError):
     """Everything waits, and nothing is left that could wake it."""
 
 
+class Interrupted(BaseException):
+    """Cuts a step short, as Ctrl-C does; the engine is used again."""
+
+
 class VirtualClock:
     """now: seconds. Nothing but `advance` lets them pass."""
 
@@ -116,6 +120,8 @@ def simulated_engine_loop(step_seconds: Callable[[], float], after_turn: Callabl
             try:
                 self._turn()
                 after_turn(self.engine)
+            except Interrupted:
+                self._idle = False
             except AssertionError:
                 raise
             except BaseException as error:

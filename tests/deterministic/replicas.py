@@ -85,14 +85,20 @@ class SimulatedReplica:
 
 
 class SimulatedReplicas:
-    """What a ReplicaSet is to a DataParallelEngine. make_engine: of one replica."""
+    """What a ReplicaSet is to a DataParallelEngine. make_engine: of one replica. before_receiving: may raise."""
 
     def __init__(
-        self, config: EngineConfig, count: int, rng: random.Random, make_engine: Callable[[], LLMEngine]
+        self,
+        config: EngineConfig,
+        count: int,
+        rng: random.Random,
+        make_engine: Callable[[], LLMEngine],
+        before_receiving: Callable[[], None],
     ) -> None:
         self.num_blocks = [config.num_blocks] * count
         self._rng = rng
         self._make_engine = make_engine
+        self._before_receiving = before_receiving
         self.replicas = [SimulatedReplica(make_engine(), rng) for _ in range(count)]
 
     def free(self) -> list[int]:
@@ -112,6 +118,7 @@ class SimulatedReplicas:
                 replica.send("reset", b"")
 
     def receive(self) -> list[tuple[int, Report | None]]:
+        self._before_receiving()
         found: list[tuple[int, Report | None]] = []
         for index, replica in enumerate(self.replicas):
             if replica.pending and replica.is_lost:

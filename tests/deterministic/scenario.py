@@ -15,6 +15,8 @@ from tests.deterministic.exact_model import VOCAB
 WINDOWS: list[list[int | None]] = [[None], [None], [None, 9], [None, 5, 16], [12]]
 """Of the KV groups of a model; None attends all tokens."""
 
+KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget", "engine")
+
 
 class Arrival(Struct, kw_only=True, omit_defaults=True):
     """A request and what its client does.
@@ -43,10 +45,12 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
 
 
 class Fault(Struct, kw_only=True, omit_defaults=True):
-    """kind: "restart" (the workers are lost before or after a step), "row" (one sequence cannot be sampled), "engine"
-    (a step raises), "clock" (it jumps), "replica" (one is lost), "forget" (the prefix cache is reset).
+    """kind: "restart" (the workers are lost before or after a step), "interrupt" (a step is cut short), "row" (one
+    sequence cannot be sampled), "engine" (a step raises, and the engine is dead), "clock" (it jumps), "replica" (one is
+    lost), "forget" (the prefix cache is reset).
 
-    step: of the workers, for the first three. at: seconds, for the others.
+    step: of the workers, or, for an interrupt of several replicas, of looks for their reports. executed: whether it
+    strikes after the step's work. at: seconds, for the last three.
     """
 
     kind: str
@@ -222,7 +226,7 @@ def draw_arrival(
 def draw_faults(rng: random.Random, replicas: int) -> list[Fault]:
     faults: list[Fault] = []
     for _ in range(rng.choice([0, 0, 1, 2, 4])):
-        kind = rng.choice(["restart", "restart", "row", "clock", "forget", "engine"] + ["replica"] * 3 * (replicas > 1))
+        kind = rng.choice([*KINDS, *["replica"] * 3 * (replicas > 1)])
         if kind == "engine" and rng.random() < 0.7:
             kind = "row"
         faults.append(

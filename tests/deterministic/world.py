@@ -25,7 +25,7 @@ from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.errors import EngineDeadError, RequestError
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerOptions, ServerState
-from tests.deterministic.clock import VirtualClock, VirtualLoop, simulated_engine_loop
+from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
 from tests.deterministic.oracle import alone, ending
 from tests.deterministic.replicas import SimulatedReplicas
@@ -84,7 +84,10 @@ class World:
         self.broken_rows = 0
         self.trace = hashlib.blake2b(digest_size=8)
         self.failures: list[str] = []
-        self._step_faults = {fault.step: fault for fault in scenario.faults if fault.kind in ("restart", "row", "engine")}
+        kinds = ("restart", "row", "engine", *(("interrupt",) if scenario.replicas == 1 else ()))
+        self._step_faults = {fault.step: fault for fault in scenario.faults if fault.kind in kinds}
+        self._interrupts = {fault.step for fault in scenario.faults if fault.kind == "interrupt"}
+        self._looks = 0
 
     def run(self) -> Outcome:
         loop_class = simulated_engine_loop(self._step_seconds, self._after_turn)
@@ -114,7 +117,9 @@ class World:
         if self.scenario.replicas == 1:
             self.engine: LLMEngine | DataParallelEngine = self._make_engine()
         else:
-            self.replicas = SimulatedReplicas(self.config, self.scenario.replicas, self.rng, self._make_engine)
+            self.replicas = SimulatedReplicas(
+                self.config, self.scenario.replicas, self.rng, self._make_engine, self._before_receiving
+            )
             tokenizer = byte_level("chat") if self.scenario.has_text else None
             replicas = cast("Any", self.replicas)
             options = {"vocab_size": VOCAB, "eos_token_ids": (END,), "tokenizer": tokenizer}
@@ -170,8 +175,15 @@ class World:
         if fault.kind == "restart":
             model.restart()
             raise WorkersRestarted
+        if fault.kind == "interrupt":
+            raise Interrupted
         self.died = self.scenario.replicas == 1
         raise RuntimeError("the step has failed")
+
+    def _before_receiving(self) -> None:
+        self._looks += 1
+        if self._looks in self._interrupts:
+            raise Interrupted
 
     # Clients
 
@@ -325,6 +337,11 @@ class World:
             model = self.models[0]
             assert not model.sequences, "the workers have sequences that have ended"
             assert not model.host.loads and not model.host.suspended, "the host keeps what has ended"
+        else:
+            dispatcher = engine.dispatcher
+            assert not any(dispatcher.router.sequences), "the router counts sequences that have ended"
+            assert not any(dispatcher.crowding._placed), "a tenant has not got its places back"
+            assert not dispatcher._prepaid, "a tenant has paid for what has ended"
 
 
 def _prompt(arrival: Arrival) -> Any:

@@ -17,6 +17,9 @@ from kvllm.distributed.replicas.crowding import Crowding
 from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import Router
 
+FAILED = SampledToken(0, error="another completion of the request has failed")
+"""In place of a first token that a replica does not report, because one of the same step has ended the request."""
+
 
 class Dispatcher:
     """Keeps the sequences that run elsewhere, each in one of several replicas, under the ids that they have here.
@@ -169,14 +172,17 @@ class Dispatcher:
 
     def _receive_step(self, replica: int, step: Sampled) -> list[tuple[Sequence, SampledToken]]:
         placed = self._placed[replica]
-        received = []
+        received: list[tuple[Sequence, SampledToken]] = []
+        branched: list[Sequence] = []
         for seq_id, token in step.tokens:
             if seq := placed.get(seq_id):  # else it was aborted
                 self._repay(seq)
                 if seq.forks_pending:
-                    self._branch(replica, seq)
+                    branched += self._branch(replica, seq)
                 seq.token_ids.append(token.token_id)
                 received.append((seq, token))
+        sampled = {seq_id for seq_id, _ in step.tokens}
+        received += [(seq, FAILED) for seq in branched if seq.seq_id not in sampled]
         for ended in step.ended:
             if seq := placed.get(ended.seq_id):
                 seq.preemptions += ended.preemptions
@@ -195,15 +201,18 @@ class Dispatcher:
         self._replica_of[seq.seq_id] = replica
         self.crowding.add(replica, seq)
 
-    def _branch(self, replica: int, parent: Sequence) -> None:
+    def _branch(self, replica: int, parent: Sequence) -> list[Sequence]:
         """The prompt is computed: the replica has made the other completions."""
         self.crowding.remove(replica, parent)
+        children = []
         for index in range(1, parent.forks_pending + 1):
             child = parent.fork(parent.seq_id + index, index, fork_seed(parent.seed, index))
             self.waiting.fork(child)
             self._place(replica, child)
+            children.append(child)
         parent.forks_pending = 0
         self.crowding.add(replica, parent)
+        return children
 
 
 def _start(seq: Sequence) -> SequenceStart:
