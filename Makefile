@@ -1,6 +1,7 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
 # make test-long   the same with every case and ten times the examples
+# make simulate   the engine under timed traffic and failing parts, on a virtual clock (SECONDS=600, FIRST_SEED=0)
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
 # make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
@@ -15,7 +16,7 @@ CLIENTS_VENV := .venv-clients
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv clients models demo test test-long lint wheel page docs clean
+.PHONY: venv clients models demo test test-long simulate lint wheel page docs clean
 
 venv: $(READY)
 
@@ -55,6 +56,9 @@ test: lint
 
 test-long: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --long
+
+simulate: venv
+	$(VENV)/bin/python -m tests.deterministic $(if $(SECONDS),--seconds $(SECONDS)) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED))
 
 wheel: venv
 	rm -rf build  # files that were moved since would be packed, too

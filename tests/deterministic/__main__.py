@@ -1,6 +1,6 @@
 """Run scenarios of one seed after the other, and shrink the first that fails.
 
-    python -m tests.deterministic --seconds 600 --first-seed 0
+python -m tests.deterministic --seconds 600 --first-seed 0
 """
 
 from __future__ import annotations

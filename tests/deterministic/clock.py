@@ -7,7 +7,7 @@ import random
 import selectors
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -53,13 +53,13 @@ class _Selector(selectors.SelectSelector):
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._clock = clock
-        self._rounds = 0
+        self.rounds = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise Stuck("everything waits, and nothing is left that could wake it")
-        self._rounds += 1
-        if self._rounds > MOST_ROUNDS:
+        self.rounds += 1
+        if self.rounds > MOST_ROUNDS:
             raise Stuck(f"the event loop has not come to its end after {MOST_ROUNDS} rounds")
         self._clock.advance(max(0.0, timeout))
         return []
@@ -69,8 +69,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop on a virtual clock. What goes to a thread runs in this one, a while later."""
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
-        super().__init__(_Selector(clock))
+        self._waiting = _Selector(clock)
+        super().__init__(self._waiting)
         self._rng = rng
+
+    def end(self) -> None:
+        """Cancel what is left of a run, and close."""
+        self._waiting.rounds = MOST_ROUNDS - 1000
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        with suppress(Stuck):
+            self.run_until_complete(_all_done(tasks))
+        self.close()
 
     def _write_to_self(self) -> None:
         """There is no other thread that would have to wake this one."""
@@ -79,6 +90,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future = self.create_future()
         self.call_later(self._rng.choice((0.0, 0.001, 0.05)), _settle, future, func, args)
         return future
+
+
+async def _all_done(tasks: set[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _settle(future: asyncio.Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -185,9 +185,7 @@ def draw_arrivals(rng: random.Random, options: dict[str, Any], text: bool, repli
     return arrivals
 
 
-def draw_arrival(
-    rng: random.Random, options: dict[str, Any], at: float, prompt: list[int], text: bool
-) -> Arrival:
+def draw_arrival(rng: random.Random, options: dict[str, Any], at: float, prompt: list[int], text: bool) -> Arrival:
     sampling: dict[str, Any] = {
         "temperature": rng.choice([0.0, 0.0, 1.0]),
         "seed": rng.randint(0, 5),
@@ -229,9 +227,5 @@ def draw_faults(rng: random.Random, replicas: int) -> list[Fault]:
         kind = rng.choice([*KINDS, *["replica"] * 3 * (replicas > 1)])
         if kind == "engine" and rng.random() < 0.7:
             kind = "row"
-        faults.append(
-            Fault(kind=kind, step=rng.randint(1, 150), at=rng.random() * 4, executed=rng.random() < 0.5)
-        )
+        faults.append(Fault(kind=kind, step=rng.randint(1, 150), at=rng.random() * 4, executed=rng.random() < 0.5))
     return faults
-
-

@@ -102,7 +102,7 @@ class World:
             except Exception as error:
                 self._note(error)
             finally:
-                loop.close()
+                loop.end()
         return Outcome(self.failures[0] if self.failures else None, self.steps, self.trace.hexdigest())
 
     # The parts
@@ -129,9 +129,7 @@ class World:
     async def _main(self) -> None:
         self.llm = self._make_llm()
         if self.scenario.has_text:
-            state = ServerState(
-                cast("Any", SimpleNamespace(sampling_defaults={})), ServerOptions(("model",)), self.llm
-            )
+            state = ServerState(cast("Any", SimpleNamespace(sampling_defaults={})), ServerOptions(("model",)), self.llm)
             self.app = make_app(state)
         for fault in self.scenario.faults:
             if fault.kind in ("clock", "replica", "forget"):
@@ -272,7 +270,9 @@ class World:
     def _note(self, error: Any) -> None:
         if isinstance(error, BaseException):
             places = traceback.extract_tb(error.__traceback__)[-4:]
-            where = " < ".join(f"{place.filename.rpartition('/')[2]}:{place.lineno} {place.name}" for place in reversed(places))
+            where = " < ".join(
+                f"{place.filename.rpartition('/')[2]}:{place.lineno} {place.name}" for place in reversed(places)
+            )
             self.failures.append(f"{type(error).__name__}: {error} ({where})")
         else:
             self.failures.append(str(error))

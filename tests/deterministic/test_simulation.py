@@ -1,0 +1,126 @@
+"""One seed, one trace: the engine, its server and replicas under timed traffic and failing parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter, process_time
+
+import pytest
+
+from tests.deterministic.planted import PLANTED, Plant
+from tests.deterministic.scenario import Arrival, Fault, Scenario, draw
+from tests.deterministic.shrink import shrink
+from tests.deterministic.world import run
+from tests.helpers.examples import examples
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60.0
+"""Of a processor, within which a planted fault is found."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def seeds_of_commit() -> int:
+    """The first of the seeds that no other commit has."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return int(found.stdout[:7] or "0", 16) * 1000
+
+
+@pytest.mark.parametrize("first", [0, seeds_of_commit()], ids=["always", "of this commit"])
+def test_scenarios_hold(first: int) -> None:
+    for seed in range(first, first + examples(200)):
+        outcome = run(draw(seed))
+        assert outcome.failure is None, f"python -m tests.deterministic --first-seed {seed}: {outcome.failure}"
+
+
+@pytest.mark.long
+def test_scenarios_hold_for_ten_minutes() -> None:
+    begin, seed = perf_counter(), seeds_of_commit()
+    while perf_counter() < begin + 600:
+        outcome = run(draw(seed))
+        assert outcome.failure is None, f"python -m tests.deterministic --first-seed {seed}: {outcome.failure}"
+        seed += 1
+
+
+def test_a_seed_gives_the_same_trace_in_every_process() -> None:
+    code = (
+        "import logging; logging.disable(logging.CRITICAL)\n"
+        "from tests.deterministic.scenario import draw\n"
+        "from tests.deterministic.world import run\n"
+        "print([run(draw(seed)).trace for seed in range(8)])"
+    )
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_planted_faults_are_found(plant: Plant) -> None:
+    begin, seed = process_time(), 0
+    with plant():
+        while run(draw(seed)).failure is None:
+            assert process_time() < begin + SECONDS, f"not found by {seed + 1} scenarios"
+            seed += 1
+
+
+def test_a_failing_scenario_becomes_short() -> None:
+    with PLANTED["no_copy_on_write"]():
+        seed = next(seed for seed in range(100) if run(draw(seed)).failure)
+        scenario = draw(seed)
+        short = shrink(scenario, lambda each: run(each).failure is not None, seconds=10)
+        assert run(short).failure is not None
+    assert len(short.arrivals) <= 2 < len(scenario.arrivals)
+    assert run(short).failure is None
+
+
+# Faults that scenarios have found, made short
+
+
+def test_a_request_with_logprobs_survives_its_replica() -> None:
+    """Each replica that it was sent to raised an IndexError, and was lost in its turn."""
+    sampling = {"temperature": 0.0, "seed": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    faults = [Fault(kind="replica", at=at / 10) for at in range(1, 8)]
+    run_well(Arrival(at=0.0, prompt=[3, 4], sampling=sampling), faults=faults, replicas=2)
+
+
+def test_a_first_token_that_fails_leaves_no_place_taken() -> None:
+    sampling = {"temperature": 0.0, "seed": 0, "max_tokens": 1, "n": 3}
+    run_well(Arrival(at=0.0, prompt=[3], sampling=sampling), faults=[Fault(kind="row", step=1)], replicas=2)
+
+
+def test_an_error_while_the_headers_are_sent_reaches_the_client() -> None:
+    """A stream that waits for a running request has its headers sent after half a second, which takes 0.3 s here."""
+    ahead = {"temperature": 0.0, "seed": 0, "max_tokens": 90, "ignore_eos": True, "n": 3}
+    late = {"temperature": 0.0, "seed": 0, "max_tokens": 1}
+    arrivals = [
+        Arrival(at=0.0, prompt=[3], sampling=ahead),
+        Arrival(at=0.1, prompt=[4], sampling=late, via="stream", pause=0.3),
+    ]
+    for step in range(30, 60, 3):
+        run_well(*arrivals, faults=[Fault(kind="engine", step=step)], has_text=True)
+
+
+def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False) -> None:
+    options = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+    scenario = Scenario(
+        seed=0, options=options, arrivals=list(arrivals), faults=faults, replicas=replicas, has_text=has_text
+    )
+    assert run(scenario).failure is None
