@@ -15,9 +15,14 @@ from tests.deterministic.scenario import draw
 from tests.deterministic.shrink import as_test, shrink
 from tests.deterministic.world import run
 
+DESCRIPTION = "Run scenarios of one seed after the other, and make the first that fails short."
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.deterministic", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.deterministic",
+        description="Run scenarios of one seed after the other, and shrink the first that fails.",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="for which new scenarios begin (default 60)")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="(default 0)")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A worker whose model is exact arithmetic: each token follows from all KV pairs that it attends, and from nothing else.
+"""A worker whose model is exact arithmetic: a token follows from all KV pairs that it attends, and from nothing else.
 
 A KV pair is a digest of the text up to it. The sum over the pairs that a table leads to decides about the next token,
 so a wrong block, a wrong position or a lost pair shows at once, in the tokens and in a comparison: beside the cache,

@@ -114,7 +114,7 @@ def test_an_error_while_the_headers_are_sent_reaches_the_client() -> None:
         Arrival(at=0.0, prompt=[3], sampling=ahead),
         Arrival(at=0.1, prompt=[4], sampling=late, via="stream", pause=0.3),
     ]
-    for step in range(30, 60, 3):
+    for step in range(20, 90):
         run_well(*arrivals, faults=[Fault(kind="engine", step=step)], has_text=True)
 
 

@@ -1,0 +1,153 @@
+"""Clients of one kind each: they ask, read as slowly as they like, and go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import MutableMapping
+from typing import Any
+
+from msgspec import Struct
+
+from kvllm import RequestOutput
+from kvllm.async_llm import AsyncLLM
+from kvllm.errors import EngineDeadError, RequestError
+from tests.deterministic.scenario import Arrival
+
+
+class CallbackFailed(Exception):
+    """What a client's own callback raises."""
+
+
+class Got(Struct):
+    """What a client has of a request, by completion. left: whether it went away before the end."""
+
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    error: BaseException | None = None
+    left: bool = False
+
+    def take(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self.tokens[completion.index] += completion.token_ids
+            self.reasons[completion.index] = completion.finish_reason
+        if output.error is not None:
+            self.error = output.error
+
+
+class Clients:
+    """app: the server's application, if there is one. max_model_len: of its engine."""
+
+    def __init__(self, llm: AsyncLLM, app: Any, max_model_len: int, rng: random.Random) -> None:
+        self.llm = llm
+        self.app = app
+        self.max_model_len = max_model_len
+        self.rng = rng
+
+    async def ask(self, name: str, arrival: Arrival) -> Got:
+        """Wait for the time of a request, and ask."""
+        await asyncio.sleep(arrival.at)
+        number = arrival.params.n
+        got = Got([[] for _ in range(number)], [None] * number)
+        talk = {"generate": self._generate, "deliver": self._deliver}.get(arrival.via, self._post)
+        task = asyncio.ensure_future(talk(name, arrival, got))
+        if arrival.leave_at is not None and arrival.via in ("generate", "deliver"):
+            await asyncio.wait((task,), timeout=arrival.leave_at)
+            got.left = not task.done()
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            assert got.left
+        except (RequestError, EngineDeadError, CallbackFailed) as error:
+            got.error = error
+        return got
+
+    async def _generate(self, name: str, arrival: Arrival, got: Got) -> None:
+        if arrival.abort_at is not None:
+            asyncio.get_running_loop().call_later(arrival.abort_at, lambda: asyncio.ensure_future(self.llm.abort(name)))
+        async for item in self.llm.generate(_prompt(arrival), arrival.params, name, **_service(arrival)):
+            got.take(item)
+            if arrival.pause:
+                await asyncio.sleep(arrival.pause)
+
+    async def _deliver(self, name: str, arrival: Arrival, got: Got) -> None:
+        items = 0
+
+        def receive(item: RequestOutput) -> Any:
+            nonlocal items
+            items += 1
+            if items == arrival.raises_at:
+                raise CallbackFailed
+            got.take(item)
+            return asyncio.sleep(arrival.pause) if arrival.pause else None
+
+        await self.llm.deliver(_prompt(arrival), arrival.params, name, receive, **_service(arrival))
+
+    async def _post(self, name: str, arrival: Arrival, got: Got) -> None:
+        """A request to the server, whose body comes in two parts, and whose answer comes whole or as a stream."""
+        gone = asyncio.Event()
+        if arrival.leave_at is not None:
+            asyncio.get_running_loop().call_later(arrival.leave_at, gone.set)
+        body = self._body(arrival)
+        half = self.rng.randrange(len(body))
+        parts = [(body[:half], True), (body[half:], False)]
+        status, written = 0, b""
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                content, more_body = parts.pop(0)
+                return {"type": "http.request", "body": content, "more_body": more_body}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status, written
+            status = message.get("status", status)
+            if not gone.is_set():
+                written += message.get("body", b"")
+            if arrival.pause:
+                await asyncio.sleep(arrival.pause)
+
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        await self.app(scope, receive, send)
+        got.left = gone.is_set()
+        _read_answer(got, status, written, stream=arrival.via == "stream")
+
+    def _body(self, arrival: Arrival) -> bytes:
+        sampling = {key: value for key, value in arrival.sampling.items() if key not in ("compress", "logprobs")}
+        sampling["max_tokens"] = min(sampling["max_tokens"], self.max_model_len - len(arrival.prompt))
+        options = {"priority": arrival.priority, "stream": arrival.via == "stream", "return_token_ids": True}
+        salt = {"cache_salt": arrival.salt} if arrival.salt else {}
+        return json.dumps({"model": "model", "prompt": arrival.prompt, **sampling, **options, **salt}).encode()
+
+
+def _prompt(arrival: Arrival) -> Any:
+    return {"prompt_token_ids": arrival.prompt}
+
+
+def _service(arrival: Arrival) -> dict[str, Any]:
+    return {"priority": arrival.priority, "tenant": arrival.tenant, "cache_salt": arrival.salt}
+
+
+def _read_answer(got: Got, status: int, written: bytes, *, stream: bool) -> None:
+    """Take tokens, reasons and the error out of a server's answer."""
+    if got.left and not (stream and status):
+        return
+    if status != 200:
+        kind = EngineDeadError if status == 503 else RequestError
+        got.error = kind(f"{status}: {written.decode()}")
+        return
+    texts = [line[6:] for line in written.decode().split("\n\n") if line.startswith("data: ")]
+    for text in texts if stream else [written]:
+        if text == "[DONE]":
+            continue
+        answer = json.loads(text)
+        if "error" in answer:
+            kind = EngineDeadError if answer["error"]["code"] == 503 else RequestError
+            got.error = kind(answer["error"]["message"])
+        for choice in answer.get("choices", ()):
+            got.tokens[choice["index"]] += choice["token_ids"]
+            got.reasons[choice["index"]] = choice["finish_reason"]
