@@ -185,7 +185,7 @@ class World:
         judge = self._judge_compressed if compressed else self._judge_full
         for index, tokens in enumerate(got.tokens):
             aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
-            cut = got.error is not None or got.left or aborted or arrival.params.stop is not None
+            cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
             judge(f"{name}, completion {index}", arrival, index, tokens, None if cut else str(got.reasons[index]))
 
     def _judge_full(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
