@@ -121,7 +121,8 @@ class Scheduler:
         self.batch.complete(step)
         if self.speculation:
             plan.drafts = self.speculation.order(step.sampling)
-        self._decode_steps += bool(step.decoding) or any(not seq.is_prefilling for seq in step.prefilling)
+        decodes = bool(step.decoding or step.verifying)
+        self._decode_steps += decodes or any(not seq.is_prefilling for seq in step.prefilling)
         self._charge(step)
         self._record(plan)
         return plan

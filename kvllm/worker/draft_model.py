@@ -37,8 +37,9 @@ class _Held:
 class DraftModel:
     """Drafts by the draws of the requests: with equal logits, both models choose equal tokens, at any temperature.
 
-    A sequence whose text does not fit into what is left of the pool gets no draft, and one that is new, or had none for
-    long, none until all of its text is computed, with at most `max_num_batched_tokens` of all sequences at once.
+    A sequence whose text does not fit into what is left of the pool gets no drafts until another one ends, and one that
+    is new, or had none for long, none until all of its text is computed, with at most `max_num_batched_tokens` of all
+    sequences at once.
 
     config: with as many blocks as the pool has, in one group.
     """
@@ -55,6 +56,7 @@ class DraftModel:
     def reset(self) -> None:
         """Drop all sequences."""
         self._held: dict[int, _Held] = {}
+        self._without_room: set[int] = set()
         self._free_slots = list(range(self.config.max_num_seqs))
         self._free_blocks = list(range(self.cache.num_blocks))
         self.forward_pass.clear()
@@ -62,10 +64,18 @@ class DraftModel:
     def drop(self, seq_ids: Iterable[int]) -> None:
         """Sequences end, or lose all that is cached of them. Others are ignored."""
         for seq_id in seq_ids:
-            if held := self._held.pop(seq_id, None):
-                slot, tables = held.state.table_slot, self.tables.parts[0]
-                self._free_slots.append(slot)
-                self._free_blocks += tables.table[slot, : tables.num_blocks[slot]].tolist()
+            self._without_room.discard(seq_id)
+            if self._release(seq_id):
+                self._without_room.clear()
+
+    def _release(self, seq_id: int) -> bool:
+        """Let go of what is there of a sequence. Returns whether there was anything."""
+        held = self._held.pop(seq_id, None)
+        if held:
+            slot, tables = held.state.table_slot, self.tables.parts[0]
+            self._free_slots.append(slot)
+            self._free_blocks += tables.table[slot, : tables.num_blocks[slot]].tolist()
+        return held is not None
 
     @torch.inference_mode()
     def draft(self, texts: Sequence[Text]) -> None:
@@ -88,10 +98,14 @@ class DraftModel:
     def _hold(self, text: Text) -> _Held | None:
         """What is there of a text, with blocks for its draft; None if there is no room."""
         num_tokens = len(text) + text.count - 1
+        if text.seq_id in self._without_room or num_tokens > self.config.max_model_len:
+            return None
         held = self._held.get(text.seq_id)
         tables, size = self.tables.parts[0], self.config.block_size
         missing = -(-num_tokens // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
-        if missing > len(self._free_blocks) or num_tokens > self.config.max_model_len:
+        if missing > len(self._free_blocks):
+            self._release(text.seq_id)
+            self._without_room.add(text.seq_id)
             return None
         if held is None:
             slot = self._free_slots.pop()
