@@ -81,39 +81,34 @@ def measure_steps(executor: Executor, config: EngineConfig) -> StepCost | None:
 
 
 def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached: int) -> list[float]:
-    """Seconds for each count: the fastest of several steps, in turn."""
-    start = time.perf_counter()
-    found: list[list[float]] = [[] for _ in counts]
-    for repeat in range(1 + REPEATS):  # the first time is a warm-up
-        if repeat > 1 and time.perf_counter() - start > SECONDS:
-            break
-        for count, seconds in zip(counts, found, strict=True):
-            begin = time.perf_counter()
-            executor.execute(_step(config, count, cached))
-            if repeat:
-                seconds.append(time.perf_counter() - begin)
-    executor.execute(StepPlan(dropped_seq_ids=[SEQ_ID]))
-    # More tokens never take less time, whatever the clock says.
-    return list(accumulate(map(min, found), max))
+    """Seconds for each count."""
+    found = _fastest(executor, [_step(config, count, cached) for count in counts])
+    return list(accumulate(found, max))  # more tokens never take less time, whatever the clock says
 
 
 def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
-    """Seconds of a pass of the draft model for each number of sequences that run at once: what two more tokens of each
-    take, by half."""
-    begin, found = time.perf_counter(), list[float]()
-    for count in (count for count in counts if count <= config.max_num_seqs):
-        few, many = ([_timed(executor, _drafting(config, count, most)) for _ in range(1 + REPEATS)] for most in (1, 3))
-        found.append(max(0.0, min(many[1:]) - min(few[1:])) / 2)
-        if time.perf_counter() - begin > SECONDS:
+    """Seconds of a pass of the draft model for each number of sequences that run at once: half of what two more tokens
+    of each take."""
+    counts = [count for count in counts if count <= config.max_num_seqs]
+    found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, 3)])
+    few, many = found[::2], found[1::2]
+    return list(accumulate((max(0.0, late - early) / 2 for early, late in zip(few, many, strict=True)), max))
+
+
+def _fastest(executor: Executor, plans: list[StepPlan]) -> list[float]:
+    """Seconds of each plan: the fastest of several steps, in turn."""
+    start = time.perf_counter()
+    found: list[list[float]] = [[] for _ in plans]
+    for repeat in range(1 + REPEATS):  # the first time is a warm-up
+        if repeat > 1 and time.perf_counter() - start > SECONDS:
             break
+        for plan, seconds in zip(plans, found, strict=True):
+            begin = time.perf_counter()
+            executor.execute(plan)
+            if repeat:
+                seconds.append(time.perf_counter() - begin)
     executor.execute(StepPlan(reset=True))
-    return list(accumulate(found, max))
-
-
-def _timed(executor: Executor, plan: StepPlan) -> float:
-    begin = time.perf_counter()
-    executor.execute(plan)
-    return time.perf_counter() - begin
+    return [min(seconds) for seconds in found]
 
 
 SEQ_ID = 0
