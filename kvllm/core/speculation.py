@@ -75,7 +75,10 @@ class Speculation:
         if not draft.token_ids:
             return []
         self._matched[seq.seq_id] = draft.matched
-        return draft.token_ids[: self._worth(seq, len(draft.token_ids), tokens, num_seqs)]
+        count = self._worth(seq, len(draft.token_ids), tokens, num_seqs)
+        if not count:
+            self._of_matches[_bucket(draft.matched)].fade()
+        return draft.token_ids[:count]
 
     def order(self, sequences: Sequences[Sequence]) -> list[DraftOrder]:
         """What a draft model shall draft for the next step, after this one, in which these sequences get a token."""
@@ -89,6 +92,8 @@ class Speculation:
             if count > 0:
                 found.append(DraftOrder(seq.seq_id, count))
                 tokens += count
+        if not found:  # once a step: a new sequence, whose whole text is to be read first, shall not be a try each
+            self._of_matches[0].fade()
         return found
 
     def take(self, orders: list[DraftOrder], drafts: list[list[int]], sequences: Iterable[Sequence]) -> None:
@@ -123,7 +128,6 @@ class Speculation:
             probability *= right
         if not count and most > 0:
             rate.fade()
-            of_matches.fade()
         return count
 
     def _is_worth(
