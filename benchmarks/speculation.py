@@ -1,6 +1,8 @@
 """Speculative decoding beside none, one request at a time: tokens per second, and which drafts are right.
 
     python -m benchmarks.speculation models/SmolLM2-135M-Instruct --method suffix
+    python -m benchmarks.speculation models/SmolLM2-135M-Instruct --draft models/SmolLM2-135M-Instruct \\
+        --draft-quantization int4
 
 Prompts are this project's own pages and files: code to be changed, pages to be summed up, questions about a page that
 ask for quotations; and stories drawn at temperature 1, in which little repeats. Both engines get each prompt, in turns
@@ -14,6 +16,7 @@ from copy import copy
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.common import command_line, machine, report
 from kvllm import LLM, RequestOutput, SamplingParams
@@ -49,13 +52,19 @@ def benchmark(arguments: Sequence[str]) -> None:
     parser = command_line.make_parser("benchmarks.speculation", __doc__)
     parser.add_argument("model")
     parser.add_argument("--method", default="suffix", help="of speculative_config (default suffix)")
+    parser.add_argument("--draft", help="the model of method draft_model, which this chooses")
+    parser.add_argument("--draft-quantization", help="of its weights")
+    parser.add_argument("--num-tokens", type=int, default=8, help="most tokens of a draft (default 8)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=600, help="tokens of a text (default 600)")
     parser.add_argument("--output-len", type=int, default=256, help="tokens generated (default 256)")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     options = {"dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 16, "enable_prefix_caching": False}
-    plain, drafting = LLM(args.model, **options), LLM(args.model, speculative_config={"method": args.method}, **options)
+    drafts: dict[str, Any] = {"method": args.method, "num_speculative_tokens": args.num_tokens}
+    if args.draft:
+        drafts |= {"method": "draft_model", "model": args.draft, "quantization": args.draft_quantization}
+    plain, drafting = LLM(args.model, **options), LLM(args.model, speculative_config=drafts, **options)
     provenance, rows = machine.announce("benchmarks.speculation", arguments), {}
     print(
         "| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|"

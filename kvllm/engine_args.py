@@ -292,6 +292,8 @@ class EngineArgs:
         """Download the weights that are to be read, if they are on a hub. Raises CheckpointError."""
         if self.snapshot is not None and self.load_format != "dummy":
             self.snapshot.fetch_weights()
+        if self.draft:
+            self.draft.fetch_weights()
 
     @property
     def commit(self) -> str | None:
@@ -310,6 +312,36 @@ class EngineArgs:
     def speculation(self) -> SpeculativeConfig | None:
         """Raises ConfigError."""
         return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
+
+    @cached_property
+    def draft(self) -> EngineArgs | None:
+        """The options of the model that drafts, if one does. Its cache is plain, and holds sequences up to its own
+        `max_position_embeddings`. Raises CheckpointError, and ConfigError for a model that cannot draft for this one.
+        """
+        options = self.speculation
+        if options is None or options.model is None:
+            return None
+        draft = EngineArgs(
+            model=options.model,
+            quantization=options.quantization,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self._step_tokens(self.engine_config.max_model_len),
+            block_size=self.block_size,
+            enable_prefix_caching=False,
+            disable_hybrid_kv_cache_manager=True,
+            attention_backend=self.attention_backend,
+            load_format=self.load_format,
+            runner="generate",
+        )
+        model, size, field = draft.model_config, self.model_config.vocab_size, "speculative_config: model"
+        allowed = f"it has {model.vocab_size} tokens, and {self.path} has {size}: use one with the same vocabulary"
+        require(model.vocab_size == size, field, options.model, allowed)
+        allowed = "it has recurrent layers, whose states take back no token: use another"
+        require(model.recurrent is None, field, options.model, allowed)
+        longest = min(self.engine_config.max_model_len, model.max_position_embeddings)
+        return dataclasses.replace(draft, max_model_len=longest)
 
     @property
     def host_size(self) -> float | None:

@@ -64,6 +64,7 @@ def build_engine(args: EngineArgs) -> Engine:
             f'{args.path} is run for embeddings, scores or classes: use LLM, or kvllm serve, or give runner="generate"'
         )
     config, shape = args.engine_config, cache_shape(args)
+    block_bytes = shape.bytes_per_block + draft_block_bytes(args)
     tokenizer = read_tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
@@ -82,7 +83,7 @@ def build_engine(args: EngineArgs) -> Engine:
         beside = bytes_beside_pool(config, shape)
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
-            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, sum(beside.values()), free)
+            num_blocks = _num_blocks(args, config.num_blocks, block_bytes, sum(beside.values()), free)
             config = structs.replace(config, num_blocks=num_blocks)
         num_host_blocks, num_host_chunks = _host_room(args, config, shape)
         config = structs.replace(
@@ -101,6 +102,7 @@ def build_engine(args: EngineArgs) -> Engine:
         if isinstance(engine, LLMEngine) and args.kv_offloading_path is not None:
             engine.step()  # by which it learns what is on the disk
         engine.stats.block_bytes = shape.bytes_per_block
+        engine.stats.draft_pool_bytes = draft_block_bytes(args) * engine.config.num_blocks * args.data_parallel_size
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         for field, size in beside.items():
             setattr(engine.stats, field, size * args.data_parallel_size)
@@ -111,6 +113,8 @@ def build_engine(args: EngineArgs) -> Engine:
 
 def check_device(args: EngineArgs, device: str) -> None:
     """Raise ConfigError for weights that a device does not compute with."""
+    if args.draft:
+        check_device(args.draft, device)
     if device == "cuda" and args.quantization not in (None, EXPANDED):
         raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
     form = args.model_config.weight_format
@@ -149,12 +153,18 @@ def runner_settings(
         utilization,
         args.quantization,
         str(args.tokenizer_path.absolute()),
+        runner_settings(args.draft, args.draft.engine_config) if args.draft else None,
     )
 
 
 def cache_shape(args: EngineArgs) -> CacheShape:
     """Sizes of what one rank stores for each token."""
     return rank_cache_shape(args.model_config, dtype_of(args), args.engine_config, args.tensor_parallel_size)
+
+
+def draft_block_bytes(args: EngineArgs) -> int:
+    """Bytes of a block in the pool of the draft model, of which there is one for each block of the other pool."""
+    return cache_shape(args.draft).bytes_per_block if args.draft else 0
 
 
 def local_device(args: EngineArgs) -> str:

@@ -18,6 +18,7 @@ SIZES = (
     "method_state_bytes",
     "kv_residual_bytes",
     "recurrent_state_bytes",
+    "draft_pool_bytes",
     "num_host_blocks",
 )
 MOST_STEPS = 1 << 19
@@ -95,6 +96,7 @@ class EngineStats(Struct):
         method_state_bytes: memory that the compression method keeps beside the pool.
         kv_residual_bytes: memory for the last KV pairs of sequences as they were before they were rounded.
         recurrent_state_bytes: memory for the states of recurrent layers.
+        draft_pool_bytes: the KV pool of the draft model.
         steps: forward passes.
         step_tokens: how many tokens of prompts and outputs these computed.
         num_running, num_waiting: sequences now.
@@ -135,6 +137,7 @@ class EngineStats(Struct):
     method_state_bytes: int = 0
     kv_residual_bytes: int = 0
     recurrent_state_bytes: int = 0
+    draft_pool_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
     blocks_in_use: int = 0

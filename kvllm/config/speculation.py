@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from kvllm.config.checks import Options, Refused, check_types, require
 
-SPECULATIVE_METHODS = ("ngram", "suffix")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
 MOST_DRAFTS = 64
-NO_MODEL = "drafts come from texts alone: leave it out"
+ONE_RANK = "the first rank computes all of the draft model: leave it out"
 
 
 class SpeculativeConfig(Options, frozen=True, kw_only=True):
@@ -18,20 +18,24 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
     Attributes:
         method: where drafts come from. "ngram": what came after the last tokens of a text when they stood in it before.
             "suffix": after as many of the last tokens as ever stood in this text, or in the output of earlier requests
-            with the same cache salt.
+            with the same cache salt. "draft_model": what a smaller model with the same vocabulary says.
         num_speculative_tokens: most tokens that are drafted for a sequence in a step.
         prompt_lookup_min, prompt_lookup_max: how many last tokens "ngram" looks for: as many as are found, at least and
             at most these. Both are 5 if neither is given.
+        model: that of "draft_model": the directory of a checkpoint, or its id on a hub.
+        quantization: of its weights, as that of an engine; the model's own does not matter.
 
     Raises ConfigError for what is not allowed.
     """
 
-    REFUSED: ClassVar[Refused] = {"model": ((), NO_MODEL), "draft_tensor_parallel_size": ((), NO_MODEL)}
+    REFUSED: ClassVar[Refused] = {"draft_tensor_parallel_size": ((1,), ONE_RANK)}
 
     method: str
     num_speculative_tokens: int = 8
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    model: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -43,6 +47,12 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
         for field in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, field)
             require(self.method == "ngram" or value is None, field, value, 'it is an option of method="ngram"')
+        drafts_by_model = self.method == "draft_model"
+        for field in ("model", "quantization"):
+            value, allowed = getattr(self, field), 'it is an option of method="draft_model": leave it out'
+            require(drafts_by_model or value is None, field, value, allowed)
+        allowed = 'method="draft_model" needs the directory of a checkpoint with the same vocabulary, or its id'
+        require(not drafts_by_model or bool(self.model), "model", self.model, allowed)
         require(1 <= least <= most, "prompt_lookup_min", least, f"between 1 and prompt_lookup_max={most}")
 
     @property

@@ -97,6 +97,13 @@ class Accepted(Struct, array_like=True, frozen=True, gc=False):
     token_ids: list[int]
 
 
+class DraftOrder(Struct, array_like=True, frozen=True, gc=False):
+    """A sequence that gets a token in this step, and how many tokens the draft model shall say may follow it."""
+
+    seq_id: int
+    num_tokens: int
+
+
 class PrefillChunk(Struct, array_like=True, frozen=True, gc=False):
     """Tokens of one sequence that the workers have, but have not computed: of its prompt, and of its earlier output
     if it was preempted.
@@ -227,6 +234,7 @@ class StepPlan(Struct, array_like=True):
         the pool is kept, until they start again or are among those `forgotten`.
     choices: compressions that go on in a later step. The survivors of their windows are chosen and held, and nothing
         moves, so windows that are left to later steps are chosen from the same cache.
+    drafts: what the draft model does after the pass.
     """
 
     dropped_seq_ids: list[int] = []
@@ -246,6 +254,7 @@ class StepPlan(Struct, array_like=True):
     accepted: list[Accepted] = []
     verifications: list[Verification] = []
     state_copies: list[StateCopy] = []
+    drafts: list[DraftOrder] = []
 
     @property
     def num_seqs(self) -> int:
@@ -350,6 +359,7 @@ class StepResult(Struct, array_like=True):
     transfers: those that have ended on all ranks. A step that schedules nothing waits for its loads.
     missing_masses: of the scheduled sequences whose dropped pairs were scored.
     recalled_bytes: that pairs took which changed places with dropped ones, both ways.
+    drafts: for each order of one, its tokens; none where the draft model has no room, or has yet to read the text.
     """
 
     tokens: list[SampledToken] = []
@@ -360,6 +370,7 @@ class StepResult(Struct, array_like=True):
     missing_masses: list[MissingMass] = []
     recalled_bytes: int = 0
     verified: list[list[SampledToken]] = []
+    drafts: list[list[int]] = []
 
 
 encode = msgpack.Encoder().encode

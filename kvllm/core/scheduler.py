@@ -119,7 +119,10 @@ class Scheduler:
         elif not step.has_preempted:
             self._admit(step)
         self.batch.complete(step)
-        self._decode_steps += bool(step.decoding) or any(not seq.is_prefilling for seq in step.prefilling)
+        if self.speculation:
+            plan.drafts = self.speculation.order(step.sampling)
+        decodes = bool(step.decoding or step.verifying)
+        self._decode_steps += decodes or any(not seq.is_prefilling for seq in step.prefilling)
         self._charge(step)
         self._record(plan)
         return plan
@@ -286,7 +289,11 @@ class Scheduler:
     def waits_for_drafts(self) -> bool:
         """Whether the plan after one that is in flight depends on its tokens: on which ones of its drafts are right, or
         as what is drafted next."""
-        return bool(self._verified) or (self.speculation is not None and self.speculation.pays(len(self.running)))
+        if self.speculation is None:
+            return False
+        if self._verified or self.step.plan.drafts:
+            return True
+        return self.speculation.waits and self.speculation.pays(len(self.running))
 
     def receive(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Take the tokens of a plan after `advance`. Those of sequences that have ended are discarded."""
@@ -303,6 +310,8 @@ class Scheduler:
             if not seq.has_ended:
                 self._accept(seq, len(verification.token_ids) - 1, [token.token_id for token in tokens])
                 sampled += [(seq, token) for token in tokens]
+        if self.speculation and plan.drafts:
+            self.speculation.take(plan.drafts, result.drafts, (*self._sampling, *self._verified))
         return sampled
 
     def _accept(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
+
 from kvllm.config import SpeculativeConfig
 from kvllm.core.drafting import make_drafter
+from kvllm.core.drafting.model import ModelDrafter
 from kvllm.core.drafting.step_cost import StepCost
+from kvllm.core.protocol import DraftOrder
 from kvllm.core.sequence import PENDING, Sequence
 from kvllm.stats import EngineStats
 
 BUCKETS = 8
 """Drafts are told apart by the bits of how many tokens they came after."""
-PRIOR = 0.5
 FORGETS, FADES = 0.95, 0.99
 """Of the weight of what is known of drafts, what another one leaves, and a step for which none was worth a try: in the
 end one is tried again."""
@@ -50,6 +54,11 @@ class Speculation:
         self._of_sequences: dict[int, Rate] = {}
         self._matched: dict[int, int] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether a draft follows from the last tokens at once, and not from a step that orders it."""
+        return not isinstance(self.drafter, ModelDrafter)
+
     def pays(self, num_seqs: int) -> bool:
         """Whether a draft that is right for sure would, in a step of so many sequences."""
         return self.cost is None or self.cost.least_probability(num_seqs, max(1, num_seqs)) < 1
@@ -65,23 +74,41 @@ class Speculation:
         draft = self.drafter.propose(seq, most)
         if not draft.token_ids:
             return []
-        rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[_bucket(draft.matched)]
-        right = rate.mean(of_matches.mean(PRIOR, 2), 2)
-        count, probability = 0, right
-        while count < len(draft.token_ids) and self._is_worth(probability, tokens, num_seqs, count, seq.cached_length):
-            count += 1
-            probability *= right
         self._matched[seq.seq_id] = draft.matched
+        count = self._worth(seq, len(draft.token_ids), tokens, num_seqs)
         if not count:
-            rate.fade()
-            of_matches.fade()
+            self._of_matches[_bucket(draft.matched)].fade()
         return draft.token_ids[:count]
+
+    def order(self, sequences: Sequences[Sequence]) -> list[DraftOrder]:
+        """What a draft model shall draft for the next step, after this one, in which these sequences get a token."""
+        found: list[DraftOrder] = []
+        if not isinstance(self.drafter, ModelDrafter):
+            return found
+        num_seqs = tokens = len(sequences)
+        for seq in sequences:
+            most = min(self.most, seq.max_length - seq.num_tokens - 2)
+            count = self._worth(seq, most, tokens, num_seqs, by_model=True)
+            if count > 0:
+                found.append(DraftOrder(seq.seq_id, count))
+                tokens += count
+        if not found:  # once a step: a new sequence, whose whole text is to be read first, shall not be a try each
+            self._of_matches[0].fade()
+        return found
+
+    def take(self, orders: list[DraftOrder], drafts: list[list[int]], sequences: Iterable[Sequence]) -> None:
+        """What came of orders, for those of the sequences that go on."""
+        assert isinstance(self.drafter, ModelDrafter)
+        going_on = {seq.seq_id: seq for seq in sequences if not seq.has_left}
+        for order, token_ids in zip(orders, drafts, strict=True):
+            if order.seq_id in going_on:
+                self.drafter.take(going_on[order.seq_id], token_ids)
 
     def received(self, seq: Sequence, num_drafts: int, num_right: int) -> None:
         """So many tokens were drafted for a sequence, and the first ones were right."""
         tried = min(num_drafts, num_right + 1)
         self._of_sequences.setdefault(seq.seq_id, Rate()).add(num_right, tried)
-        self._of_matches[_bucket(self._matched.get(seq.seq_id, 0))].add(num_right, tried)
+        self._of_matches[self._bucket_of(seq)].add(num_right, tried)
         self.stats.drafts.add(num_drafts, num_right)
 
     def finish(self, seq: Sequence) -> None:
@@ -90,11 +117,29 @@ class Speculation:
         self._of_sequences.pop(seq.seq_id, None)
         self._matched.pop(seq.seq_id, None)
 
-    def _is_worth(self, probability: float, tokens: int, num_seqs: int, draft: int, cached: int) -> bool:
-        """Whether to draft one more token of a sequence. tokens: of the step without its `draft`."""
+    def _worth(self, seq: Sequence, most: int, tokens: int, num_seqs: int, *, by_model: bool = False) -> int:
+        """How many tokens of a sequence are worth a try, up to `most`. tokens: of the step without them. by_model: a
+        draft model has yet to run for each."""
+        rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[self._bucket_of(seq)]
+        right = rate.mean(of_matches.mean(self.drafter.prior, 2), 2)
+        count, probability, cached = 0, right, seq.cached_length
+        while count < most and self._is_worth(probability, tokens + count, num_seqs, count, cached, by_model):
+            count += 1
+            probability *= right
+        if not count and most > 0:
+            rate.fade()
+        return count
+
+    def _is_worth(
+        self, probability: float, tokens: int, num_seqs: int, draft: int, cached: int, by_model: bool
+    ) -> bool:
+        """Whether to draft one more token of a sequence, which has `draft` of the step's `tokens` already."""
         if self.cost is None:
             return True
-        return probability > self.cost.least_probability(tokens + draft, num_seqs, draft, cached)
+        return probability > self.cost.least_probability(tokens, num_seqs, draft, cached, by_model=by_model)
+
+    def _bucket_of(self, seq: Sequence) -> int:
+        return _bucket(self._matched.get(seq.seq_id, 0))
 
 
 def _bucket(matched: int) -> int:

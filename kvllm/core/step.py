@@ -108,6 +108,12 @@ class Step:
         self.prefilling.append(seq)
         self.tokens -= num_tokens
 
+    @property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that get a token or several, without forks that are made by the step."""
+        prefilled = zip(self.prefilling, self.plan.chunks, strict=True)
+        return [*self.decoding, *self.verifying, *(seq for seq, chunk in prefilled if chunk.samples)]
+
     # Changes of a plan that is made
 
     def withdraw(self, seq: Sequence) -> tuple[bool, bool]:

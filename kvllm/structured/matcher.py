@@ -33,6 +33,12 @@ class Matcher:
         self._num_consumed = 0
         self._seconds = FIRST_SECONDS
 
+    def branch(self) -> Matcher:
+        """One that goes on from here, and leaves this one as it is."""
+        branch = Matcher(self._start, self._eos_token_ids)
+        branch._state, branch._num_consumed = self._state and self._state.deep_copy(), self._num_consumed
+        return branch
+
     def allowed(self, output_token_ids: list[int]) -> np.ndarray:
         """The set of tokens that may come after the output, as `kvllm.structured.token_sets` has it: uint32 [at least
         ceil(V / 32)].

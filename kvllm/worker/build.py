@@ -28,11 +28,12 @@ from kvllm.models.base import Decoder
 from kvllm.models.config import EXPANDED, QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
 from kvllm.models.rotary import check_one_rotation, rotary_frequencies
-from kvllm.parallel import Shard, kv_heads
+from kvllm.parallel import Shard, SingleRank, kv_heads
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import Vocabulary, read_vocabulary
 from kvllm.tokenizer import load_tokenizer
 from kvllm.worker import host_memory
+from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
@@ -47,6 +48,7 @@ class RunnerSettings(Struct, frozen=True):
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
     path: of the checkpoint. tokenizer_path: of one with the tokenizer; "" for the same.
+    draft: those of the model that drafts, if one does. Its pool has as many blocks.
     """
 
     path: str
@@ -59,6 +61,7 @@ class RunnerSettings(Struct, frozen=True):
     gpu_memory_utilization: float | None = None
     quantization: str | None = None
     tokenizer_path: str = ""
+    draft: RunnerSettings | None = None
 
 
 class Loaded(Struct, frozen=True):
@@ -145,12 +148,15 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     method, small = check_runner(settings, shard, device)
     with enough_memory("the model", "take a smaller one"):
         model = load_shard(settings, shard, device)
+        draft = load_shard(settings.draft, SingleRank(), device) if settings.draft and shard.rank == 0 else None
         store = _host_store(settings, shard, device)
     if utilization is not None:
-        fitting = _fitting_blocks(_runner(settings, shard, model, small, method, store), engine, utilization, stream)
+        probe = _runner(settings, shard, model, small, method, store, draft)
+        fitting = _fitting_blocks(probe, engine, utilization, stream)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
-        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks), method, store)
+        backend = _backend(settings, shard, device, num_blocks)
+        runner = _runner(settings, shard, model, backend, method, store, draft)
     if device.type == "cuda" and utilization is None:  # no request shall wait until kernels are compiled
         launch_rare_kernels(runner)
         run_heaviest_steps(runner, engine)
@@ -175,6 +181,8 @@ def check_runner(
 
     Raises ConfigError and CheckpointError.
     """
+    if settings.draft:
+        _backend(settings.draft, SingleRank(), device, 1)
     return _method(settings, shard, device), _backend(settings, shard, device, 1)
 
 
@@ -203,6 +211,7 @@ def _runner(
     backend: AttentionBackend,
     method: WithModelInputs | None,
     store: HostStore | None,
+    draft: Decoder | None,
 ) -> ModelRunner:
     engine = settings.engine
     return ModelRunner(
@@ -214,7 +223,14 @@ def _runner(
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
         store=store,
+        draft=_draft_model(settings.draft, draft, backend.cache) if settings.draft and draft else None,
     )
+
+
+def _draft_model(settings: RunnerSettings, model: Decoder, beside: PagedKVCache) -> DraftModel:
+    """Over a pool with as many blocks as the cache beside it."""
+    backend = _backend(settings, SingleRank(), beside.data.device, beside.num_blocks)
+    return DraftModel(model, backend, settings.engine)
 
 
 def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) -> HostStore | None:

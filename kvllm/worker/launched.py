@@ -20,7 +20,8 @@ from kvllm.worker.transfer import to_device
 
 @dataclass
 class Launched:
-    """verified, event_bytes: see StepResult. complete: adds to the result what tiers have done. batch: of the step."""
+    """verified, event_bytes: see StepResult. complete: adds to the result what tiers have done, and drafts.
+    batch: of the step."""
 
     samples: Samples | None = None
     verified: Sequence[list[SampledToken]] = ()
@@ -44,10 +45,9 @@ class Launched:
             state.set_token(index, self.tokens[row].token_id)
         prompts = [prompt.wait() for prompt in self.prompts]
         seconds = self.clock.seconds() if self.clock else PhaseSeconds()
-        result = StepResult(self.tokens, seconds, self.event_bytes, prompts)
+        result = StepResult(self.tokens, seconds, self.event_bytes, prompts, verified=list(self.verified))
         if self.complete:
             self.complete(result)
-        result.verified = list(self.verified)
         return result
 
     def filled(self, token_ids: np.ndarray, pending: list[int], batch: StepBatch) -> np.ndarray:

@@ -54,7 +54,7 @@ def fitting_blocks(
     take_workspaces(probe.device, graph_stream)
     # Both at once: transfers have streams of their own, and those of a disk a thread.
     step_bytes = _peak(lambda: run_heaviest_steps(probe, config)) + _peak(lambda: run_largest_transfers(probe))
-    block_bytes, graph_bytes = probe.cache.shape.bytes_per_block, 0
+    block_bytes, graph_bytes = probe.bytes_per_block, 0
     in_use, total = _bytes_in_use(probe)
     left = int(total * utilization) - in_use - step_bytes
     if graph_stream and left > block_bytes:

@@ -21,6 +21,7 @@ from kvllm.models.base import Decoder
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.compressor import Compressor
+from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.features import add_features
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
@@ -44,6 +45,7 @@ class ModelRunner:
     eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
+    draft: the model that drafts, where tokens are sampled.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         samples: bool = True,
         grammars: Grammars | None = None,
         store: HostStore | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -70,7 +73,7 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
-        worker = WorkerParts(model, config, self.operations, backend, self.tables, store)
+        worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft)
         add_features(worker)
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
@@ -78,6 +81,7 @@ class ModelRunner:
         self._reporting = [feature for feature in self.features if not feature.overlaps]
         self._last = Launched()
         self._batches = BatchKeeper()
+        self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.cache.shape.bytes_per_block if draft else 0)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""
@@ -131,14 +135,14 @@ class ModelRunner:
                     # The next step is probably one more token of each, and this one still runs.
                     self.forward_pass.graphs.prepare_ahead(batch.states)
                 prompts = self.forward_pass.reports.take()
-                complete = partial(self._complete, plan) if self._reporting else None
+                complete = partial(self._complete, plan) if self._reporting or plan.drafts else None
                 self._last = Launched(*sampled, clock, event_bytes, prompts, complete, batch)
                 return self._last
 
         return run
 
     def _complete(self, plan: StepPlan, result: StepResult) -> None:
-        for feature in self._reporting:
+        for feature in self.features:
             feature.after_pass(plan, result)
 
     # Sequences

@@ -46,6 +46,11 @@ class SampleRow:
         structured = params.structured_outputs is not None
         self.reads_output = self.is_penalized or structured or bool(params.bad_words_token_ids)
 
+    def branch(self, token_ids: list[int]) -> SampleRow:
+        """One that goes on after more tokens, and leaves this one as it is."""
+        output, matcher = [*self.output_token_ids, *token_ids], self.matcher and self.matcher.branch()
+        return SampleRow(self.params, self.seed, self.prompt_token_ids, output, self.eos_token_ids, matcher)
+
     def penalties(self) -> Penalties:
         """With the output as it is now."""
         if self._penalties is None:

@@ -136,6 +136,41 @@ def test_right_drafts_make_longer_ones_and_wrong_ones_none() -> None:
     assert any(found.propose(seq, 8, 1, 1) for _ in range(500)), "what is known grows old"
 
 
+DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="a", num_speculative_tokens=4)
+
+
+def by_model(drafting: float) -> Speculation:
+    """A token more takes a fifth of a step, and a pass of the draft model `drafting`."""
+    cost = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 2.4], [0.0] * 4, [drafting] * 4)
+    return Speculation(DRAFT_MODEL, EngineStats(num_blocks=1), cost)
+
+
+@pytest.mark.parametrize(("drafting", "count"), [(0.0, 4), (0.3, 2), (0.5, 1), (0.6, 0)])
+def test_a_draft_is_ordered_as_long_as_both_models_together_pay(drafting: float, count: int) -> None:
+    """At first three quarters of all tokens are expected to be right: 0.75, 0.56, 0.42, 0.32 are, if all before are."""
+    found = by_model(drafting)
+    assert [order.num_tokens for order in found.order([sequence([1, 2, 3])])] == [count] * bool(count)
+
+
+def test_sequences_share_the_passes_of_the_draft_model() -> None:
+    assert not by_model(0.9).order([sequence([1, 2])])
+    assert not by_model(2.4).order([sequence([1, 2], i) for i in range(4)]), "four tokens take 1.6, one more each 2.4"
+    assert len(by_model(0.2).order([sequence([1, 2], i) for i in range(2)])) == 2
+
+
+def test_a_draft_is_of_the_text_that_it_was_made_for() -> None:
+    found, seq = by_model(0.0), sequence([1, 2, 3])
+    orders = found.order([seq])
+    found.take(orders, [[7, 8, 9, 10]], [seq])
+    assert found.propose(seq, 3, 1, 1) == [7, 8, 9]
+    seq.token_ids.append(4)  # it went on without
+    assert not found.propose(seq, 3, 1, 1)
+    seq.has_left = True
+    found.take(orders, [[7]], [seq])
+    found.finish(seq)
+    assert not found.drafter._drafts
+
+
 def test_drafts_end_before_the_longest_text_does() -> None:
     seq = sequence(REPEATING)
     seq.max_length = len(REPEATING) + 3

@@ -29,6 +29,7 @@ from tests.helpers.plans import scheduled_in
 GREEDY = SamplingParams(temperature=0)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2)
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=9)
+MODEL = SpeculativeConfig(method="draft_model", model="a", num_speculative_tokens=4)
 
 
 class Harness:
@@ -218,7 +219,7 @@ def configs(draw) -> EngineConfig:
         kv_offloading_path=draw(st.sampled_from([None, "disk"])),
         has_recurrent_layers=recurrent,
         num_state_snapshots=draw(st.integers(0, 4)) if recurrent else 0,
-        speculation=None if recurrent else draw(st.sampled_from([None, None, NGRAM, SUFFIX])),
+        speculation=None if recurrent else draw(st.sampled_from([None, None, NGRAM, SUFFIX, MODEL])),
     )
 
 

@@ -14,7 +14,10 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-def test_replicas_of_ranks_give_the_tokens_of_one_engine_without_drafts(ray_cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_replicas_of_ranks_give_the_tokens_of_one_engine_without_drafts(
+    ray_cluster, tmp_path: Path, method: str
+) -> None:
     make_checkpoint(tmp_path, "qwen3", head_dim=16)
     rng = random.Random(0)
     prompts = [{"prompt_token_ids": rng.choices(range(3, 8), k=40)} for _ in range(6)]
@@ -23,7 +26,8 @@ def test_replicas_of_ranks_give_the_tokens_of_one_engine_without_drafts(ray_clus
     )
     options = {"block_size": 16, "num_gpu_blocks_override": 100, "max_num_seqs": 8}
     expected = LLM(tmp_path, **options).generate(prompts, params, use_tqdm=False)
-    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    options_of = {"ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3}, "draft_model": {"model": str(tmp_path)}}
+    drafts = {"method": method, "num_speculative_tokens": 5, **options_of[method]}
     llm = LLM(tmp_path, tensor_parallel_size=2, data_parallel_size=2, speculative_config=drafts, **options)
     try:
         found = llm.generate(prompts, params, use_tqdm=False)

@@ -19,6 +19,7 @@ from kvllm.core.protocol import (
     NOWHERE,
     BlockCopy,
     CompressionJob,
+    DraftOrder,
     Load,
     PartJob,
     SampledToken,
@@ -388,7 +389,24 @@ class LiteralWorker(BlockingExecutor):
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
+        sampling = {item.seq_id for item in scheduled_in(plan) if item.samples}
+        assert {order.seq_id for order in plan.drafts} <= sampling and len(plan.drafts) <= len(sampling)
+        result.drafts = [self._draft(order) for order in plan.drafts]
         return result
+
+    def _draft(self, order: DraftOrder) -> list[int]:
+        """Of the tokens that come next, the first ones; after these there may be wrong ones, or nothing at all."""
+        assert 1 <= order.num_tokens <= self.config.speculation.num_speculative_tokens
+        seq, count = self.sequences[order.seq_id], len(self.sequences[order.seq_id].tokens)
+        if self.random.random() < 0.2:
+            return []
+        seq.tokens += self.verified.get(order.seq_id, [])
+        begin = len(seq.tokens) + 1
+        while len(seq.tokens) < begin + order.num_tokens:
+            seq.tokens.append(self._sample(order.seq_id, seq).token_id)
+        draft = [token if self.random.random() < 0.7 else 0 for token in seq.tokens[begin:]]
+        del seq.tokens[count:]
+        return draft
 
     def _verify(self, seq_id: int, seq: LiteralSequence, draft: list[int]) -> list[SampledToken]:
         """Take the draft back, and sample for as long as it is right."""

@@ -17,6 +17,7 @@ from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
 from kvllm.distributed.results import merge
 from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
 from kvllm.distributed.transfers import TransfersOfRanks
+from kvllm.engine_builder import runner_settings
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard
 from kvllm.worker.build import RunnerSettings, make_runner
@@ -40,7 +41,14 @@ class ThreadExecutor(BlockingExecutor):
     """One runner for each rank, each in a thread. Records the offsets that every call of the method keeps, by rank."""
 
     def __init__(self, llm: LLM, path: Path, shards: Sequence[Shard]) -> None:
-        settings = RunnerSettings(str(path), load_model_config(path), llm.config, "float32", "auto", "auto")
+        draft = (
+            runner_settings(llm.engine_args.draft, llm.engine_args.draft.engine_config)
+            if llm.engine_args.draft
+            else None
+        )
+        settings = RunnerSettings(
+            str(path), load_model_config(path), llm.config, "float32", "auto", "auto", draft=draft
+        )
         self.runners = on_threads(len(shards), lambda rank: make_runner(settings, shards[rank], torch.device("cpu")))
         self.transfers = TransfersOfRanks(len(shards))
         self.kept: list[list[torch.Tensor]] = [[] for _ in shards]

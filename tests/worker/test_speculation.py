@@ -21,13 +21,15 @@ from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 7}
+MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
+METHODS = pytest.mark.parametrize("method", [NGRAM, SUFFIX, MODEL], ids=["ngram", "suffix", "draft_model"])
 LENGTHS = (3, 17, 40, 64)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=64)
+    make_draft(path, make_checkpoint(path, "qwen3", head_dim=64))
     return path
 
 
@@ -39,6 +41,8 @@ def repetitive_prompts(seed: int = 0) -> list[dict]:
 
 def drafting(path: Path, method: dict[str, Any] = NGRAM, **options: Any) -> LLM:
     """An engine that tries all drafts, whether they pay or not."""
+    if method["method"] == "draft_model":
+        method = {"model": str(path / "draft"), **method}
     llm = make_llm(path, speculative_config=method, **options)
     llm.llm_engine.scheduler.speculation.cost = None
     return llm
@@ -72,6 +76,15 @@ def assert_same(path: Path, params: SamplingParams, method: dict[str, Any] = NGR
     return llm
 
 
+def make_draft(path: Path, model: torch.nn.Module) -> None:
+    """Write beside a checkpoint one with some noise on its weights, which knows much of what that says."""
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.1)
+    model.save_pretrained(path / "draft")
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "blocks of 1": {"block_size": 1},
@@ -91,7 +104,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("method", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+@METHODS
 def test_greedy_tokens_are_those_without(checkpoint: Path, method: dict[str, Any], options: dict[str, Any]) -> None:
     llm = assert_same(checkpoint, greedy(100), method, **options)
     if options.get("num_gpu_blocks_override") == 14:
@@ -113,14 +126,18 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
-def test_requests_get_what_they_ask_for(checkpoint: Path, options: dict[str, Any], temperature: float) -> None:
+@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+def test_requests_get_what_they_ask_for(
+    checkpoint: Path, method: dict[str, Any], options: dict[str, Any], temperature: float
+) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, seed=5, **options)
-    assert_same(checkpoint, params)
+    assert_same(checkpoint, params, method)
 
 
-def test_each_of_many_seeds_has_its_tokens(checkpoint: Path) -> None:
+@METHODS
+def test_each_of_many_seeds_has_its_tokens(checkpoint: Path, method: dict[str, Any]) -> None:
     """So their distribution is the model's."""
-    engines, draws = [make_llm(checkpoint), drafting(checkpoint)], []
+    engines, draws = [make_llm(checkpoint), drafting(checkpoint, method)], []
     for llm in engines:
         params = [SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, seed=seed) for seed in range(150)]
         outputs = llm.generate([repetitive_prompts()[2]] * len(params), params, use_tqdm=False)
@@ -130,10 +147,13 @@ def test_each_of_many_seeds_has_its_tokens(checkpoint: Path) -> None:
     assert 0 < sum(engines[1].stats().drafts.right) < engines[1].stats().drafts.tokens
 
 
-def test_drafts_follow_a_grammar_and_stop_strings(shared_dir: Path) -> None:
+@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+def test_drafts_follow_a_grammar_and_stop_strings(shared_dir: Path, method: dict[str, Any]) -> None:
     path = shared_dir / "data" / "models" / "stories260K-fp32"
+    if method is MODEL:
+        method = {**MODEL, "model": str(path), "quantization": "int4"}
     rule = StructuredOutputsParams(regex="(the dog |a cat ){3,30}")
-    engines = [make_llm(path), drafting(path)]
+    engines = [make_llm(path), drafting(path, method)]
     for options in (
         {"structured_outputs": rule},
         {"stop": ["og a", "dog."]},
@@ -148,18 +168,21 @@ def test_drafts_follow_a_grammar_and_stop_strings(shared_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 6, 40])
-def test_windows_slide_over_right_tokens_alone(tmp_path: Path, window: int) -> None:
-    make_checkpoint(tmp_path, "ministral", head_dim=16, sliding_window=window, layer_types=LAYERS)
-    assert_same(tmp_path, greedy(80), block_size=4, num_gpu_blocks_override=400)
+@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+def test_windows_slide_over_right_tokens_alone(tmp_path: Path, method: dict[str, Any], window: int) -> None:
+    options = {"head_dim": 16, "sliding_window": window, "layer_types": LAYERS}
+    make_draft(tmp_path, make_checkpoint(tmp_path, "ministral", **options))
+    assert_same(tmp_path, greedy(80), method, block_size=4, num_gpu_blocks_override=400)
 
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def test_all_ranks_count_the_right_tokens(checkpoint: Path) -> None:
-    """Only the first one samples; the others are told by the next plan."""
+@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+def test_all_ranks_count_the_right_tokens(checkpoint: Path, method: dict[str, Any]) -> None:
+    """Only the first one samples, and has the draft model; the others are told by the next plan."""
     expected = completions(run(make_llm(checkpoint), greedy(60), rounds=2))
-    llm = drafting(checkpoint)
+    llm = drafting(checkpoint, method)
     with shared_memory_shards(2) as shards:
         llm.llm_engine.executor = executor = ThreadExecutor(llm, checkpoint, shards)
         found = completions(run(llm, greedy(60), rounds=2))
@@ -225,7 +248,7 @@ def test_scores_are_those_of_right_queries(checkpoint: Path, method: str, backen
             "prompt_lookup_max=3",
         ),
         ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "prompt_lookup_max=3 is not allowed"),
-        ({"speculative_config": {"method": "ngram", "model": "a"}}, "drafts come from texts alone"),
+        ({"speculative_config": {"method": "ngram", "model": "a"}}, 'it is an option of method="draft_model"'),
         ({"speculative_config": {"method": "ngram", "tokens": 3}}, "has no option 'tokens'"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "Missing required argument 'method'"),
         (

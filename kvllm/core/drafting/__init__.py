@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from kvllm.config.speculation import SpeculativeConfig
 from kvllm.core.drafting.base import Drafter
+from kvllm.core.drafting.model import ModelDrafter
 from kvllm.core.drafting.ngram import NgramDrafter
 from kvllm.core.drafting.suffix import SuffixDrafter
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
+    if config.method == "draft_model":
+        return ModelDrafter()
     return NgramDrafter(*config.lookup) if config.method == "ngram" else SuffixDrafter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvllm.core.sequence import Sequence
 
@@ -19,7 +19,12 @@ NO_DRAFT = Draft([], 0)
 
 
 class Drafter(ABC):
-    """Guesses the next tokens of texts. A guess may be anything: the model says which tokens of it are right."""
+    """Guesses the next tokens of texts. A guess may be anything: the model says which tokens of it are right.
+
+    prior: how probable it is that a token is right, as long as nothing is known.
+    """
+
+    prior: ClassVar[float] = 0.5
 
     @abstractmethod
     def propose(self, seq: Sequence, most: int) -> Draft:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
 
 from msgspec import Struct
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import Executor
-from kvllm.core.protocol import SequenceStart, StepPlan, Verification
+from kvllm.core.protocol import Decodes, DraftOrder, SequenceStart, StepPlan, Verification
 from kvllm.core.tables import TableStart
 from kvllm.sampling_params import SamplingParams
 
@@ -28,26 +28,36 @@ class StepCost(Struct, frozen=True):
 
     seconds: of a step of so many `tokens`, with next to nothing in the cache.
     attention: of as many query tokens of one sequence to each KV pair that it has cached.
+    drafting: of a pass of the draft model with one token of each of 1, 2, 4, ... sequences; none without one.
     """
 
     tokens: list[int]
     seconds: list[float]
     attention: list[float]
+    drafting: list[float] = []
 
-    def least_probability(self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0) -> float:
+    def least_probability(
+        self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0, *, by_model: bool = False
+    ) -> float:
         """How probable a token has to be so that it pays to draft it: it must come at least as fast as those of steps
         without drafts, one for each of `num_seqs` sequences that have as much cached.
 
         tokens: query tokens of the step without it. draft: of these, the drafted ones of its sequence, which has so
-        many KV pairs `cached`.
+        many KV pairs `cached`. by_model: the draft model has yet to run for it, and for as many others.
         """
         step, attention = self._line(self.seconds), self._line(self.attention)
         more = step(tokens + 1) - step(tokens) + (attention(draft + 2) - attention(draft + 1)) * cached
+        if by_model:
+            more += self._line(self.drafting)(num_seqs) / num_seqs
         return more * num_seqs / (step(num_seqs) + attention(1) * cached * num_seqs)
 
     def _line(self, values: list[float]) -> Callable[[int], float]:
+        """Values for the first ones of `tokens`. A single one holds for any number."""
+
         def at(tokens: int) -> float:
-            index = min(max(1, bisect_left(self.tokens, tokens)), len(self.tokens) - 1)
+            if len(values) == 1:
+                return values[0]
+            index = min(max(1, bisect_left(self.tokens, tokens)), len(values) - 1)
             (left, right), (low, high) = self.tokens[index - 1 : index + 1], values[index - 1 : index + 1]
             return low + (high - low) * (tokens - left) / (right - left)
 
@@ -65,24 +75,40 @@ def measure_steps(executor: Executor, config: EngineConfig) -> StepCost | None:
     counts, cached = [1 << i for i in range(most.bit_length())], min(LONG, room - most)
     short, long = (_measure(executor, config, counts, length) for length in (0, cached))
     attention = [max(0.0, late - early) / max(1, cached) for early, late in zip(short, long, strict=True)]
-    return StepCost(counts, short, list(accumulate(attention, max)))
+    drafts = config.speculation is not None and config.speculation.model is not None
+    drafting = _measure_drafts(executor, config, counts) if drafts else []
+    return StepCost(counts, short, list(accumulate(attention, max)), drafting)
 
 
 def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached: int) -> list[float]:
-    """Seconds for each count: the fastest of several steps, in turn."""
+    """Seconds for each count."""
+    found = _fastest(executor, [_step(config, count, cached) for count in counts])
+    return list(accumulate(found, max))  # more tokens never take less time, whatever the clock says
+
+
+def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
+    """Seconds of a pass of the draft model for each number of sequences that run at once: half of what two more tokens
+    of each take."""
+    counts = [count for count in counts if count <= config.max_num_seqs]
+    found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, 3)])
+    few, many = found[::2], found[1::2]
+    return list(accumulate((max(0.0, late - early) / 2 for early, late in zip(few, many, strict=True)), max))
+
+
+def _fastest(executor: Executor, plans: list[StepPlan]) -> list[float]:
+    """Seconds of each plan: the fastest of several steps, in turn."""
     start = time.perf_counter()
-    found: list[list[float]] = [[] for _ in counts]
+    found: list[list[float]] = [[] for _ in plans]
     for repeat in range(1 + REPEATS):  # the first time is a warm-up
         if repeat > 1 and time.perf_counter() - start > SECONDS:
             break
-        for count, seconds in zip(counts, found, strict=True):
+        for plan, seconds in zip(plans, found, strict=True):
             begin = time.perf_counter()
-            executor.execute(_step(config, count, cached))
+            executor.execute(plan)
             if repeat:
                 seconds.append(time.perf_counter() - begin)
-    executor.execute(StepPlan(dropped_seq_ids=[SEQ_ID]))
-    # More tokens never take less time, whatever the clock says.
-    return list(accumulate(map(min, found), max))
+    executor.execute(StepPlan(reset=True))
+    return [min(seconds) for seconds in found]
 
 
 SEQ_ID = 0
@@ -90,11 +116,23 @@ SEQ_ID = 0
 
 def _step(config: EngineConfig, count: int, cached: int) -> StepPlan:
     """A new sequence, of which so much is cached, computes `count` tokens."""
-    blocks, size = iter(range(config.num_blocks)), config.block_size
-    tables = []
+    start = _start(config, iter(range(config.num_blocks)), SEQ_ID, count, cached)
+    return StepPlan(new_seqs=[start], verifications=[Verification(SEQ_ID, [0] * count, [])], reset=True)
+
+
+def _drafting(config: EngineConfig, count: int, num_tokens: int) -> StepPlan:
+    """So many new sequences compute a token each, and as many tokens of each are drafted."""
+    blocks, seq_ids = iter(range(config.num_blocks)), list(range(count))
+    starts = [_start(config, blocks, seq_id, 1, 1) for seq_id in seq_ids]
+    orders = [DraftOrder(seq_id, num_tokens) for seq_id in seq_ids]
+    return StepPlan(new_seqs=starts, decodes=Decodes(seq_ids, [0] * count), drafts=orders, reset=True)
+
+
+def _start(config: EngineConfig, blocks: Iterator[int], seq_id: int, count: int, cached: int) -> SequenceStart:
+    """A sequence of which so much is cached, with blocks for `count` tokens more."""
+    size, tables = config.block_size, []
     for group in config.kv_groups:
         first = group.first_block(cached, size)
         needed = -(-(cached + count) // size) - first
         tables += [TableStart(first * size, list(islice(blocks, needed))) for _ in group.parts]
-    start = SequenceStart(SEQ_ID, [0] * (cached + 1), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)
-    return StepPlan(new_seqs=[start], verifications=[Verification(SEQ_ID, [0] * count, [])], reset=True)
+    return SequenceStart(seq_id, [0] * (cached + 1), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)

@@ -8,6 +8,7 @@ from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.linear_fits import LinearFits
 from kvllm.worker.features.observed_scores import ObservedScores
 from kvllm.worker.features.offloading import Offloader
@@ -25,6 +26,7 @@ KINDS: tuple[type[StepFeature], ...] = (
     RecurrentFeature,
     ObservedScores,  # after all that is nearer to attention
     Offloader,  # after all that it saves
+    Drafts,
 )
 
 

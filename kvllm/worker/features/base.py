@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -24,10 +24,14 @@ from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor
 from kvllm.worker.windows import Move, PartWindows
 
+if TYPE_CHECKING:  # which has parts of its own
+    from kvllm.worker.draft_model import DraftModel
+
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What the parts of a worker share. store: None without host memory. features: those that were made so far."""
+    """What the parts of a worker share. store: None without host memory. draft: the model that drafts, if one does.
+    features: those that were made so far."""
 
     model: Decoder
     config: EngineConfig
@@ -35,6 +39,7 @@ class WorkerParts:
     backend: AttentionBackend
     tables: PartTables
     store: HostStore | None = None
+    draft: DraftModel | None = None
     features: list[StepFeature] = field(default_factory=list)
 
     @property

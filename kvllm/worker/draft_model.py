@@ -1,0 +1,175 @@
+"""The draft model: what may come next by a smaller model, over a KV pool of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvllm.attention.base import AttentionBackend
+from kvllm.config import EngineConfig
+from kvllm.core.protocol import StepPlan
+from kvllm.kvcache.ops.registry import make_operations
+from kvllm.models.base import Decoder
+from kvllm.worker.features.base import WorkerParts
+from kvllm.worker.features.drafts import Text
+from kvllm.worker.forward_pass import ForwardPass
+from kvllm.worker.last_logits import LastLogits
+from kvllm.worker.sampler import sample
+from kvllm.worker.state import PartTables, SequenceState
+from kvllm.worker.step_batch import StepBatch, rows_of
+from kvllm.worker.threads import operators_alone
+
+NO_PLAN = StepPlan()
+
+
+@dataclass
+class _Held:
+    """What the pool has of a sequence. drafted: the last tokens that are computed, which were a draft: where the text
+    has others, their KV pairs are overwritten."""
+
+    state: SequenceState
+    drafted: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Drafts by the draws of the requests: with equal logits, both models choose equal tokens, at any temperature.
+
+    A sequence whose text does not fit into what is left of the pool gets no drafts until another one ends, and one that
+    is new, or had none for long, none until all of its text is computed, with at most `max_num_batched_tokens` of all
+    sequences at once.
+
+    config: with as many blocks as the pool has, in one group.
+    """
+
+    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
+        self.config = config
+        self.cache = backend.cache
+        self.tables = PartTables.of(config)
+        worker = WorkerParts(model, config, make_operations(self.cache), backend, self.tables)
+        self.device = worker.device
+        self.forward_pass = ForwardPass(worker, samples=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all sequences."""
+        self._held: dict[int, _Held] = {}
+        self._without_room: set[int] = set()
+        self._free_slots = list(range(self.config.max_num_seqs))
+        self._free_blocks = list(range(self.cache.num_blocks))
+        self.forward_pass.clear()
+
+    def drop(self, seq_ids: Iterable[int]) -> None:
+        """Sequences end, or lose all that is cached of them. Others are ignored."""
+        for seq_id in seq_ids:
+            self._without_room.discard(seq_id)
+            if self._release(seq_id):
+                self._without_room.clear()
+
+    def _release(self, seq_id: int) -> bool:
+        """Let go of what is there of a sequence. Returns whether there was anything."""
+        held = self._held.pop(seq_id, None)
+        if held:
+            slot, tables = held.state.table_slot, self.tables.parts[0]
+            self._free_slots.append(slot)
+            self._free_blocks += tables.table[slot, : tables.num_blocks[slot]].tolist()
+        return held is not None
+
+    @torch.inference_mode()
+    def draft(self, texts: Sequence[Text]) -> None:
+        """Give texts their drafts."""
+        if self.device.type != "cpu":
+            return self._draft(texts)
+        with operators_alone():
+            return self._draft(texts)
+
+    def _draft(self, texts: Sequence[Text]) -> None:
+        found = [(text, held) for text in texts if (held := self._hold(text))]
+        going_on = self._read(found)
+        while going_on := [(text, held) for text, held in going_on if len(text.draft) < text.count]:
+            for text, held in going_on:
+                held.drafted.append(text.draft[-1])
+            states = [held.state for _, held in going_on]
+            logits = self._pass(states, [text.draft[-1:] for text, _ in going_on])
+            going_on = _choose(logits, going_on)
+
+    def _hold(self, text: Text) -> _Held | None:
+        """What is there of a text, with blocks for its draft; None if there is no room."""
+        num_tokens = len(text) + text.count - 1
+        if text.seq_id in self._without_room or num_tokens > self.config.max_model_len:
+            return None
+        held = self._held.get(text.seq_id)
+        tables, size = self.tables.parts[0], self.config.block_size
+        missing = -(-num_tokens // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
+        if missing > len(self._free_blocks):
+            self._release(text.seq_id)
+            self._without_room.add(text.seq_id)
+            return None
+        if held is None:
+            slot = self._free_slots.pop()
+            self.tables.start(slot, 0, [])
+            held = self._held[text.seq_id] = _Held(SequenceState([], slot, self.tables, text.row))
+        held.state.sample_row = text.row
+        if missing > 0:
+            tables.append(held.state.table_slot, self._free_blocks[-missing:])
+            del self._free_blocks[-missing:]
+        self._forget_wrong(text, held)
+        return held
+
+    def _forget_wrong(self, text: Text, held: _Held) -> None:
+        """Keep of what is computed what the text begins with, less its last token, whose logits are wanted."""
+        end = held.state.logical_length
+        begin = end - len(held.drafted)
+        right = 0
+        for drafted, token_id in zip(held.drafted, text.after(begin)[:-1], strict=False):
+            if drafted != token_id:
+                break
+            right += 1
+        held.drafted = []
+        self.tables.logical[held.state.table_slot] = begin + right
+
+    def _read(self, found: list[tuple[Text, _Held]]) -> list[tuple[Text, _Held]]:
+        """Compute what is missing of texts, the shortest first, in one pass. Returns those of which nothing is missing
+        then, with the first token of their drafts."""
+        missing = [text.after(held.state.logical_length) for text, held in found]
+        left, chunks, whole = self.config.max_num_batched_tokens, list[list[int]](), list[int]()
+        order = sorted(range(len(found)), key=lambda i: len(missing[i]))
+        for i in order:
+            chunk = missing[i][:left]
+            if chunk:
+                if len(chunk) == len(missing[i]):
+                    whole.append(len(chunks))
+                chunks.append(chunk)
+                left -= len(chunk)
+        if not chunks:
+            return []
+        states = [found[i][1].state for i in order[: len(chunks)]]
+        logits = self._pass(states, chunks)
+        return _choose(logits[: len(whole)], [found[i] for i in order[: len(whole)]]) if whole else []
+
+    def _pass(self, states: list[SequenceState], tokens: list[list[int]]) -> torch.Tensor:
+        """Compute the next tokens of sequences. Returns the logits of the last one of each: `[S, V]`."""
+        counts = [len(each) for each in tokens]
+        table_slots, num_known = np.array([state.table_slot for state in states]), np.array(counts)
+        num_decodes = len(states) if max(counts) == 1 else 0
+        batch = StepBatch(states, counts, num_decodes, table_slots, 0, num_known)
+        inputs, compute = self.forward_pass.prepare(NO_PLAN, batch)
+        self.tables.advance(table_slots, num_known)
+        inputs.write_tokens(np.concatenate(tokens))
+        found: LastLogits = compute(inputs, None)(range(len(states)))
+        return found.logits
+
+
+def _choose(logits: torch.Tensor, texts: list[tuple[Text, _Held]]) -> list[tuple[Text, _Held]]:
+    """Add a token to each draft. Returns those that can go on."""
+    rows = rows_of([held.state for _, held in texts])
+    rows.reported.clear()  # nobody asks for log probabilities of drafts
+    going_on = []
+    for (text, held), token in zip(texts, sample(logits, rows).tokens(), strict=True):
+        if token.error is None:
+            text.draft.append(token.token_id)
+            text.row.output_token_ids.append(token.token_id)
+            going_on.append((text, held))
+    return going_on
