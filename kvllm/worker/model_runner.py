@@ -25,6 +25,7 @@ from kvllm.worker.features import add_features
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
 from kvllm.worker.launched import Launched
+from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import Samples, sample
 from kvllm.worker.state import PartTables, SequenceState
@@ -70,7 +71,7 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
-        worker = WorkerParts(model, config, self.operations, backend, self.tables, store)
+        worker = WorkerParts(model, config, self.operations, backend, self.tables, store, self._adapters(config))
         add_features(worker)
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
@@ -78,6 +79,12 @@ class ModelRunner:
         self._reporting = [feature for feature in self.features if not feature.overlaps]
         self._last = Launched()
         self._batches = BatchKeeper()
+
+    def _adapters(self, config: EngineConfig) -> LoadedAdapters | None:
+        if not config.max_loras:
+            return None
+        dtype = self.cache.shape.dtype
+        return LoadedAdapters(self.model, config.max_loras, config.max_num_seqs, dtype, self.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""
