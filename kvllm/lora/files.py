@@ -25,7 +25,7 @@ PEEKED = 16
 """Adapters whose check is remembered."""
 
 Shapes = Mapping[str, tuple[int, int]]
-"""Out and in features of each matrix that adapters may change, by its module's name, as `model.layers.0.mlp.up_proj`."""
+"""Out and in features of each matrix that adapters may change, by its module, as `model.layers.0.mlp.up_proj`."""
 
 
 class AdapterConfig(Struct, kw_only=True):

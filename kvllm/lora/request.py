@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvllm.config import require
+from kvllm.errors import ConfigError
 
 
 class LoRARequest(Struct, frozen=True):
@@ -24,12 +24,12 @@ class LoRARequest(Struct, frozen=True):
     lora_path: str
 
     def __post_init__(self) -> None:
-        named = isinstance(self.lora_name, str) and bool(self.lora_name)
-        require(named, "lora_name", self.lora_name, "a string of at least one character")
-        number = isinstance(self.lora_int_id, int) and self.lora_int_id >= 1
-        require(number, "lora_int_id", self.lora_int_id, "an integer of at least 1")
-        has_path = isinstance(self.lora_path, str) and bool(self.lora_path)
-        require(has_path, "lora_path", self.lora_path, "the directory of an adapter, as a string")
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ConfigError(f"lora_name={self.lora_name!r} is not allowed: a string of at least one character")
+        if not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise ConfigError(f"lora_int_id={self.lora_int_id!r} is not allowed: an integer of at least 1")
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise ConfigError(f"lora_path={self.lora_path!r} is not allowed: the directory of an adapter, as a string")
 
 
 class Adapter(Struct, array_like=True, frozen=True):

@@ -100,8 +100,8 @@ class CompiledLayers:
 
     @staticmethod
     def serves(attention: Attention) -> TypeGuard[CompiledAttention]:
-        """Whether the operators compute a pass: its attention is the CPU's own, nobody observes it, no layer has options
-        but a window, and no token has an adapter."""
+        """Whether the operators compute a pass: its attention is the CPU's own, nobody observes it, no layer has
+        options but a window, and no token has an adapter."""
         if not isinstance(attention, AttentionContext | PartedAttention) or attention.adapters is not None:
             return False
         backend = attention.parts[0].backend

@@ -209,8 +209,8 @@ class LinearWeight:
         return operator("unpack_rows")(self.packed, indices)
 
     def part(self, first: int, count: int) -> LinearWeight:
-        """The matrix of the `count` rows from `first` on, a multiple of TILE, in the same memory. With adapters, `first`
-        is 0."""
+        """The matrix of the `count` rows from `first` on, a multiple of TILE, in the same memory. With adapters,
+        `first` is 0."""
         part = copy(self)
         part.out_features = count
         tiles = slice(first // TILE, -(-(first + count) // TILE))

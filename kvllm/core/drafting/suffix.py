@@ -20,8 +20,8 @@ Origin = tuple[str | None, str | None]
 
 class SuffixDrafter(Drafter):
     """What came after as many of a text's last tokens as stand anywhere: in this text, or in the output of an earlier
-    request. Requests see outputs of an equal cache salt and adapter alone, as they see cached prefixes: how fast a text comes would
-    tell what others hold."""
+    request. Requests see outputs of an equal cache salt and adapter alone, as they see cached prefixes: how fast a text
+    comes would tell what others hold."""
 
     def __init__(self) -> None:
         self._own: dict[int, RunIndex] = {}
