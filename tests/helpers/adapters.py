@@ -73,3 +73,16 @@ def merge(path: Path, checkpoint: Path, adapter: Path) -> Path:
         weights[f"{module}.weight"] = merged.to(weight.dtype)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def copied(adapter: Path, path: Path, renamed: dict[str, str] | None = None, **config: Any) -> Path:
+    """Write a copy of an adapter to `path` and return it. renamed: parts of the names of tensors. config: other values
+    of keys of its configuration."""
+    shutil.copytree(adapter, path)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for old, new in (renamed or {}).items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path / "adapter_model.safetensors")
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(written | config))
+    return path
