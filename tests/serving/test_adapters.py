@@ -36,16 +36,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     make_with_package_tokenizer(base)
     adapters = {name: make_adapter(root / name, base, seed=seed) for seed, name in enumerate(("one", "two"))}
     merged = {name: merge(root / f"{name}-merged", base, path) for name, path in adapters.items()}
-    flags = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"one={adapters['one']}")
-    process = ServerProcess(
-        str(base),
-        *flags,
-        "--allow-runtime-lora-updating",
-        "--kv-cache-memory-bytes",
-        "64M",
-        "--served-model-name",
-        "base",
-    )
+    template = root / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    flags = ("--enable-lora", "--max-loras", "2", "--allow-runtime-lora-updating", "--chat-template", str(template))
+    modules = ("--lora-modules", f"one={adapters['one']}", "--served-model-name", "base")
+    process = ServerProcess(str(base), *flags, *modules, "--kv-cache-memory-bytes", "64M")
     try:
         yield Served(process, base, adapters, merged)
     finally:
