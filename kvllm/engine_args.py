@@ -77,7 +77,7 @@ REFUSED: Refused = {
     ),
     "fully_sharded_loras": ((False,), "a rank holds its part of one of the two matrices, and the other whole"),
     "max_cpu_loras": ((), "adapters are read from their files when they are needed: max_loras says how many are held"),
-    "lora_dtype": (("auto",), "adapters have the dtype of the model on a GPU, and float32 on a CPU"),
+    "lora_dtype": (("auto",), "adapters have the dtype of the model"),
     "limit_mm_per_prompt": (({},), TEXT),
     "mm_processor_kwargs": (({},), TEXT),
     "allowed_local_media_path": (("",), TEXT),

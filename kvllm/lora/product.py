@@ -8,33 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+
+from kvllm._extension import operator
 
 NO_ADAPTER = -1
+TILE = 16
+"""Rows of a tile of a packed matrix."""
 
 
 class AdapterRows:
     """Which query tokens of a pass have which adapter.
 
     numbers: int64 `[T]`, the number of each token's adapter, NO_ADAPTER for none.
+    adapters: those of the pass, by number, in ascending order.
     """
 
     def __init__(self, numbers: np.ndarray, device: torch.device) -> None:
         self._numbers = numbers
         self._device = device
+        self._grouped: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self.adapters = tuple(np.unique(numbers[numbers != NO_ADAPTER]).tolist())
 
-    @cached_property
-    def groups(self) -> list[tuple[int, slice | torch.Tensor]]:
-        """The adapters of the pass, each with its tokens: a slice where they follow each other."""
-        found: list[tuple[int, slice | torch.Tensor]] = []
-        for number in np.unique(self._numbers[self._numbers != NO_ADAPTER]).tolist():
-            rows = np.flatnonzero(self._numbers == number)
-            begin, end = int(rows[0]), int(rows[-1]) + 1
-            follow = end - begin == len(rows)
-            found.append((number, slice(begin, end) if follow else torch.from_numpy(rows).to(self._device)))
+    def grouped(self, adapters: tuple[int, ...]) -> list[torch.Tensor]:
+        """The tokens of each of some adapters: int64."""
+        found = self._grouped.get(adapters)
+        if found is None:
+            rows = [np.flatnonzero(self._numbers == number) for number in adapters]
+            found = self._grouped[adapters] = [torch.from_numpy(each).to(self._device) for each in rows]
         return found
 
     def of(self, tokens: torch.Tensor) -> AdapterRows:
@@ -44,14 +48,17 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a matrix: `x @ down @ up`.
+    """What an adapter adds to a matrix: the product of x and both matrices.
 
-    down: `[in_features, r]`. up: `[r, out_features]`, with the factor of the adapter. Where a matrix has several
+    down: `[r, in_features]`. up: `[out_features, r]`, with the factor of the adapter. Where a matrix has several
     projections, r is the sum of their ranks, and `up` is zero where one meets the outputs of another.
+    packed_rank: r, if both are packed (csrc/cpu, `pack_weight`): then a row of the product has the same bits whatever
+        other rows there are.
     """
 
     down: torch.Tensor
     up: torch.Tensor
+    packed_rank: int | None = None
 
     @staticmethod
     def of(
@@ -61,17 +68,24 @@ class LowRank:
         device: torch.device,
     ) -> LowRank:
         """parts: of each projection its first row in the matrix, `[r, in_features]` and `[rows, r]`."""
-        down = torch.cat([down for _, down, _ in parts]).T
-        up = torch.zeros(down.shape[1], out_features)
-        row = 0
+        down = torch.cat([down for _, down, _ in parts])
+        down = F.pad(down, (0, 0, 0, len(down) % 2))  # words have two numbers of bfloat16
+        up = torch.zeros(out_features, len(down))
+        column = 0
         for first, _, of_part in parts:
-            up[row : row + of_part.shape[1], first : first + of_part.shape[0]] = of_part.T
-            row += of_part.shape[1]
-        return LowRank(down.to(device, dtype).contiguous(), up.to(device, dtype))
+            up[first : first + of_part.shape[0], column : column + of_part.shape[1]] = of_part
+            column += of_part.shape[1]
+        down, up = down.to(device, dtype).contiguous(), up.to(device, dtype)
+        is_packed = device.type == "cpu" and down.shape[1] * dtype.itemsize % 4 == 0
+        return LowRank(*map(operator("pack_weight"), (down, up)), len(down)) if is_packed else LowRank(down, up)
 
     def multiply(self, x: torch.Tensor, out_features: int) -> torch.Tensor:
-        """`[n, in_features]` -> the first columns of the product `[n, out_features]`, in the adapter's dtype."""
-        return x.to(self.down.dtype) @ self.down @ self.up[:, :out_features]
+        """`[n, in_features]` -> the first columns of the product, `[n, out_features]`."""
+        if self.packed_rank is None:
+            return F.linear(F.linear(x, self.down), self.up[:out_features])
+        product, tiles = operator("packed_linear"), -(-out_features // TILE)
+        low = product(x, self.down, None, None, self.packed_rank)
+        return product(low, self.up[:tiles], None, None, out_features)
 
 
 class PassAdapters:
@@ -93,14 +107,11 @@ class AdaptedMatrix:
         self.adapters: dict[int, LowRank] = {}
 
     def add(self, x: torch.Tensor, product: torch.Tensor) -> None:
-        """Add the adapters' products of `x` `[T, in_features]` to that of the matrix `[T, out_features]`, or of its
-        first rows, in place."""
-        if self.current.rows is None:
+        """Add the adapters' products of x `[T, in_features]` to that of the matrix `[T, out_features]`, or of its first
+        rows, in place."""
+        tokens = self.current.rows
+        numbers = tuple(number for number in tokens.adapters if number in self.adapters) if tokens else ()
+        if not tokens or not numbers:
             return
-        for number, rows in self.current.rows.groups:
-            if adapter := self.adapters.get(number):
-                added = adapter.multiply(x[rows], product.shape[1]).to(product.dtype)
-                if isinstance(rows, slice):
-                    product[rows] += added
-                else:
-                    product.index_add_(0, rows, added)
+        for number, rows in zip(numbers, tokens.grouped(numbers), strict=True):
+            product.index_add_(0, rows, self.adapters[number].multiply(x[rows], product.shape[1]))

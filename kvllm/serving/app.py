@@ -79,7 +79,7 @@ def make_app(state: ServerState) -> ASGIApp:
     ]
     if not state.pools:
         routes += _around_generation()
-    if state.args.enable_lora and state.options.allow_runtime_lora_updating:
+    if state.updates_adapters:
         routes.append(Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]))
         routes.append(Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]))
     if state.options.enable_tokenizer_info_endpoint:

@@ -111,9 +111,11 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The description of all routes."""
-    options = context_of(request).state.options
-    text = document(options.root_path, tokenizer_info=options.enable_tokenizer_info_endpoint)
-    return json_response(text)
+    state = context_of(request).state
+    there = {"/tokenizer_info"} if state.options.enable_tokenizer_info_endpoint else set[str]()
+    if state.updates_adapters:
+        there |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    return json_response(document(state.options.root_path, frozenset(there)))
 
 
 def _model(state: ServerState, name: str) -> Model:

@@ -150,6 +150,11 @@ class ServerState:
         return (*self.options.served_model_names, *self.adapters)
 
     @property
+    def updates_adapters(self) -> bool:
+        """Whether clients may load adapters, and unload them."""
+        return self.args.enable_lora and self.options.allow_runtime_lora_updating
+
+    @property
     def max_model_len(self) -> int:
         return self.engine.config.max_model_len
 

@@ -42,8 +42,7 @@ class LoadedAdapters:
         self._weights = adaptable_weights(model.weights())
         self._shard = model.lm_head.shard
         self._device = device
-        # On a CPU, small products of float32 are as fast as any, and round less.
-        self._dtype = torch.float32 if device.type == "cpu" else dtype
+        self._dtype = dtype
         self._number_of: OrderedDict[str, int] = OrderedDict()  # by digest, the one that was used last at the end
         self._next = count()
         self.failures: dict[int, Failure] = {}
