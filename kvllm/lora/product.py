@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from kvllm._extension import operator
 
 NO_ADAPTER = -1
-TILE = 16
-"""Rows of a tile of a packed matrix."""
 
 
 class AdapterRows:
@@ -30,15 +28,18 @@ class AdapterRows:
     def __init__(self, numbers: np.ndarray, device: torch.device) -> None:
         self._numbers = numbers
         self._device = device
-        self._grouped: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._grouped: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.adapters = tuple(np.unique(numbers[numbers != NO_ADAPTER]).tolist())
 
-    def grouped(self, adapters: tuple[int, ...]) -> list[torch.Tensor]:
-        """The tokens of each of some adapters: int64."""
+    def grouped(self, adapters: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of some adapters, those of one after those of another: int64 `[n]`; and where in these each
+        adapter begins, and the last one ends: int64 `[len(adapters) + 1]`, on the CPU."""
         found = self._grouped.get(adapters)
         if found is None:
             rows = [np.flatnonzero(self._numbers == number) for number in adapters]
-            found = self._grouped[adapters] = [torch.from_numpy(each).to(self._device) for each in rows]
+            starts = np.cumsum([0, *map(len, rows)])
+            found = torch.from_numpy(np.concatenate(rows)).to(self._device), torch.from_numpy(starts)
+            self._grouped[adapters] = found
         return found
 
     def of(self, tokens: torch.Tensor) -> AdapterRows:
@@ -52,13 +53,12 @@ class LowRank:
 
     down: `[r, in_features]`. up: `[out_features, r]`, with the factor of the adapter. Where a matrix has several
     projections, r is the sum of their ranks, and `up` is zero where one meets the outputs of another.
-    packed_rank: r, if both are packed (csrc/cpu, `pack_weight`): then a row of the product has the same bits whatever
-        other rows there are.
+    is_packed: whether both are as the CPU's operators multiply them fastest.
     """
 
     down: torch.Tensor
     up: torch.Tensor
-    packed_rank: int | None = None
+    is_packed: bool
 
     @staticmethod
     def of(
@@ -77,15 +77,7 @@ class LowRank:
             column += of_part.shape[1]
         down, up = down.to(device, dtype).contiguous(), up.to(device, dtype)
         is_packed = device.type == "cpu" and down.shape[1] * dtype.itemsize % 4 == 0
-        return LowRank(*map(operator("pack_weight"), (down, up)), len(down)) if is_packed else LowRank(down, up)
-
-    def multiply(self, x: torch.Tensor, out_features: int) -> torch.Tensor:
-        """`[n, in_features]` -> the first columns of the product, `[n, out_features]`."""
-        if self.packed_rank is None:
-            return F.linear(F.linear(x, self.down), self.up[:out_features])
-        product, tiles = operator("packed_linear"), -(-out_features // TILE)
-        low = product(x, self.down, None, None, self.packed_rank)
-        return product(low, self.up[:tiles], None, None, out_features)
+        return LowRank(*map(operator("pack_weight"), (down, up)), True) if is_packed else LowRank(down, up, False)
 
 
 class PassAdapters:
@@ -113,5 +105,11 @@ class AdaptedMatrix:
         numbers = tuple(number for number in tokens.adapters if number in self.adapters) if tokens else ()
         if not tokens or not numbers:
             return
-        for number, rows in zip(numbers, tokens.grouped(numbers), strict=True):
-            product.index_add_(0, rows, self.adapters[number].multiply(x[rows], product.shape[1]))
+        adapters, (rows, starts) = [self.adapters[number] for number in numbers], tokens.grouped(numbers)
+        if adapters[0].is_packed:
+            downs, ups = [each.down for each in adapters], [each.up for each in adapters]
+            operator("add_adapters")(product, x.contiguous(), rows, starts, downs, ups)
+            return
+        for adapter, of_adapter in zip(adapters, rows.split(starts.diff().tolist()), strict=True):
+            added = F.linear(F.linear(x[of_adapter], adapter.down), adapter.up[: product.shape[1]])
+            product.index_add_(0, of_adapter, added)
