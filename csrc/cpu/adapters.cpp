@@ -66,6 +66,7 @@ void add_adapters(const Tensor& product, const Tensor& x, const Tensor& rows, co
   for (size_t group = 0; group < downs.size(); ++group) {
     const int64_t begin = start[group], count = start[group + 1] - begin;
     STD_TORCH_CHECK(begin >= 0 && count >= 0 && begin + count <= rows.size(0), "starts leave rows");
+    if (count == 0) continue;
     const int64_t low = ups[group].size(1) * (kWordBytes / kernels.element_size);
     const PackedMatrix down(downs[group], std::nullopt, low);
     const int64_t columns = ups[group].size(0) * kTileColumns;
