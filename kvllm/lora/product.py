@@ -77,7 +77,9 @@ class LowRank:
             column += of_part.shape[1]
         down, up = down.to(device, dtype).contiguous(), up.to(device, dtype)
         is_packed = device.type == "cpu" and down.shape[1] * dtype.itemsize % 4 == 0
-        return LowRank(*map(operator("pack_weight"), (down, up)), True) if is_packed else LowRank(down, up, False)
+        if is_packed:
+            down, up = operator("pack_weight")(down), operator("pack_weight")(up)
+        return LowRank(down, up, is_packed)
 
 
 class PassAdapters:
