@@ -20,6 +20,7 @@ from kvllm.core.output_stream import OutputStream, Receive
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
 from kvllm.errors import EngineDeadError, RequestError
+from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.models.config import ModelConfig
 from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.prompts import Prompt
@@ -77,6 +78,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and yield what is new as it comes.
 
@@ -92,12 +94,13 @@ class AsyncLLM:
             request_id: unique among unfinished requests.
             prompt: see `LLM.generate`.
             priority: see `kvllm.core.sequence.ServiceClass`, also for `tenant` and `cache_salt`.
+            lora_request: the adapter to compute it with, None for the model as it is.
 
         Raises:
             RequestError: the request cannot be served: before the first item. One that fails later has an `error`.
             EngineDeadError: the engine has failed or was shut down.
         """
-        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "lora_request": lora_request}
         async with self._open(prompt, sampling_params, request_id, options) as stream:
             kind, whole = sampling_params.output_kind, None
             while not stream.has_ended:
@@ -119,6 +122,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> None:
         """Complete a prompt, and call `receive` in the event loop with each item that `generate` would yield.
 
@@ -129,7 +133,7 @@ class AsyncLLM:
         Raises:
             RequestError, EngineDeadError: see `generate`. What `receive` raises aborts the request.
         """
-        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "lora_request": lora_request}
         async with self._open(prompt, sampling_params, request_id, options) as stream:
             await stream.deliver(receive)
 
@@ -142,6 +146,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> RequestOutput:
         """Find the likeliest continuations of a prompt, the best one first: see `LLM.beam_search`. Cancelling the task
         ends the search; `abort` ends it with what it has.
@@ -152,7 +157,8 @@ class AsyncLLM:
         text, search = begin_search(self._engine, await self._encoded(prompt), params)
         self._searches[request_id] = search
         try:
-            return await self._search(text, search, request_id, priority=priority, tenant=tenant, cache_salt=cache_salt)
+            options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "lora_request": lora_request}
+            return await self._search(text, search, request_id, **options)
         finally:
             del self._searches[request_id]
 
@@ -300,6 +306,15 @@ class AsyncLLM:
         """Raises RequestError for a rule that cannot be obeyed. The verdict is remembered."""
         await asyncio.to_thread(self._engine.inputs.check_grammar, rule)
 
+    async def open_adapter(self, request: LoRARequest) -> Adapter:
+        """Check the files of an adapter. What this returns may be given to `generate` for as long as they stay.
+
+        Raises RequestError if it cannot be used.
+        """
+        adapter = await asyncio.to_thread(self._engine.inputs.adapter_of, request)
+        assert adapter is not None
+        return adapter
+
     @asynccontextmanager
     async def _open(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -311,6 +326,8 @@ class AsyncLLM:
         stream = self._streams[request_id] = OutputStream(self.tokenizer, sampling_params)
         try:
             prompt = await self._encoded(prompt)
+            if isinstance(lora_request := options["lora_request"], LoRARequest):
+                options = {**options, "lora_request": await self.open_adapter(lora_request)}
             if sampling_params.structured_outputs is not None:  # the engine's thread then finds it compiled
                 await self.check_rule(sampling_params.structured_outputs)
             self._loop.submit(partial(self._add, stream, request_id, prompt, sampling_params, options))

@@ -53,6 +53,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "data_parallel_size": (1, 1 << 10),
     "max_worker_restarts": (0, (1 << 31) - 1),
     "max_logprobs": (-1, 1 << 22),
+    "max_loras": (1, 1 << 10),
+    "max_lora_rank": (1, 64),
     "seed": (-INT64, INT64 - 1),
 }
 """The smallest and the largest value of each."""
@@ -73,7 +75,9 @@ REFUSED: Refused = {
         ([],),
         "no code of a user runs in a step: use logit_bias, allowed_token_ids, bad_words or structured_outputs",
     ),
-    "enable_lora": ((False,), "adapters are not supported: merge them into the checkpoint"),
+    "fully_sharded_loras": ((False,), "a rank holds its part of one of the two matrices, and the other whole"),
+    "max_cpu_loras": ((), "adapters are read from their files when they are needed: max_loras says how many are held"),
+    "lora_dtype": (("auto",), "adapters have the dtype of the model"),
     "limit_mm_per_prompt": (({},), TEXT),
     "mm_processor_kwargs": (({},), TEXT),
     "allowed_local_media_path": (("",), TEXT),
@@ -178,6 +182,9 @@ class EngineArgs:
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU. "dtype": the
             integers of a GGUF file, which a CPU computes with, are expanded to `dtype`.
+        enable_lora: let requests name LoRA adapters (docs/models.md).
+        max_loras: most adapters that are in use at once; requests with further ones wait.
+        max_lora_rank: the largest rank of an adapter, up to 64.
         runner: "generate" for text; "pooling" for embeddings, scores or classes, with the methods and routes for these;
             "auto" for what the checkpoint is made for.
         convert: what a model of text is pooled for, where its files do not say: "embed" or "classify".
@@ -237,6 +244,9 @@ class EngineArgs:
     async_scheduling: bool | None = None
     quantization: str | None = None
     speculative_config: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: dict[str, Any] | None = None
@@ -359,7 +369,10 @@ class EngineArgs:
     def pooling(self) -> PoolingConfig | None:
         """How the model is pooled, None if it generates text. Raises CheckpointError, and ConfigError."""
         pooler = None if self.pooler_config is None else PoolerConfig(**self.pooler_config)
-        return read_pooling(self.path, self.hf_overrides, self.runner, self.convert, pooler)
+        pooling = read_pooling(self.path, self.hf_overrides, self.runner, self.convert, pooler)
+        allowed = "adapters change text alone, not embeddings, scores or classes: leave it out"
+        require(pooling is None or not self.enable_lora, "enable_lora", self.enable_lora, allowed)
+        return pooling
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -434,6 +447,7 @@ class EngineArgs:
             kv_offloading_disk_size=self.kv_offloading_disk_size,
             swap=self.swap,
             speculation=self.speculation,
+            max_loras=self.max_loras if self.enable_lora else 0,
         )
 
     def _memory(self) -> int:

@@ -18,11 +18,13 @@ from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape
+from kvllm.lora.files import Adapters
 from kvllm.models.config import EXPANDED, ModelConfig
 from kvllm.parallel import SingleRank
 from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from kvllm.worker import host_memory
+from kvllm.worker.adapter_weights import adaptable_shapes
 from kvllm.worker.build import (
     Loaded,
     RunnerSettings,
@@ -95,7 +97,7 @@ def build_engine(args: EngineArgs) -> Engine:
         if args.max_model_len is not None:
             check_pool(config)
         settings = runner_settings(args, config, tokenizer, args.gpu_memory_utilization if measures else None)
-        load = partial(_load_on, workers) if workers else partial(_load_here, device)
+        load = partial(_load_on, workers, args) if workers else partial(_load_here, device, args)
         engine, loaded = load(settings, tokenizer)
         if args.max_model_len is not None:
             check_pool(engine.config)  # of the size that was found
@@ -216,7 +218,7 @@ def _start_workers(args: EngineArgs) -> RayExecutor | ReplicaSet:
 
 
 def _load_on(
-    workers: RayExecutor | ReplicaSet, settings: RunnerSettings, tokenizer: Tokenizer | None
+    workers: RayExecutor | ReplicaSet, args: EngineArgs, settings: RunnerSettings, tokenizer: Tokenizer | None
 ) -> tuple[Engine, Loaded]:
     """Let the workers load the model, and learn how many blocks there are."""
     from kvllm.distributed.replicas.engine import DataParallelEngine
@@ -224,14 +226,17 @@ def _load_on(
 
     loaded = workers.load(settings)
     config = structs.replace(settings.engine, num_blocks=loaded.num_blocks)
-    options = _request_options(settings, tokenizer, GrammarChecker(make_grammars(settings), samples_here=False))
+    checker = GrammarChecker(make_grammars(settings), samples_here=False)
+    options = _request_options(args, settings, tokenizer, checker)
     if isinstance(workers, ReplicaSet):
         return DataParallelEngine(config, workers, **options), loaded
     step_cost = measure_steps(workers, config) if config.speculation else None
     return LLMEngine(config, workers, **options, step_cost=step_cost), loaded
 
 
-def _load_here(device: str, settings: RunnerSettings, tokenizer: Tokenizer | None) -> tuple[Engine, Loaded]:
+def _load_here(
+    device: str, args: EngineArgs, settings: RunnerSettings, tokenizer: Tokenizer | None
+) -> tuple[Engine, Loaded]:
     """Load the model in this process, and learn how many blocks there are."""
     runner = make_runner(settings, SingleRank(), torch.device(device))
     loaded = Loaded.of(settings, runner)
@@ -240,10 +245,13 @@ def _load_here(device: str, settings: RunnerSettings, tokenizer: Tokenizer | Non
     checker = GrammarChecker(runner.grammars, samples_here=True)
     executor = make_executor(runner, async_scheduling=config.async_scheduling)
     step_cost = measure_steps(executor, config) if config.speculation else None
-    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker), step_cost=step_cost), loaded
+    options = _request_options(args, settings, tokenizer, checker)
+    return LLMEngine(config, executor, **options, step_cost=step_cost), loaded
 
 
-def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker) -> dict[str, Any]:
+def _request_options(
+    args: EngineArgs, settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker
+) -> dict[str, Any]:
     """The parts of an engine that read requests and end them."""
     model = settings.model
     return {
@@ -251,6 +259,7 @@ def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, gram
         "eos_token_ids": model.eos_token_ids,
         "tokenizer": tokenizer,
         "grammars": grammars,
+        "adapters": Adapters(adaptable_shapes(model), args.max_lora_rank) if args.enable_lora else None,
     }
 
 

@@ -19,6 +19,7 @@ from kvllm.core.shared_engine import SharedEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine, cache_shape
 from kvllm.errors import RequestError
+from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.metrics import Metric, metrics_of
 from kvllm.outputs import BeamSearchOutput, RequestOutput
 from kvllm.pooling.engine import PoolingEngine, wrong_runner
@@ -96,7 +97,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as many at a time as the KV pool carries.
@@ -109,7 +110,7 @@ class LLM(PoolingMethods):
                 prompt, and so is a one-dimensional array of them; each line of a two-dimensional one is a prompt.
             sampling_params: for all prompts, or an iterable with one for each. Default: `get_default_sampling_params`.
             use_tqdm: show a progress bar; or what makes one, with the parameters of `tqdm`.
-            lora_request: None, since adapters are not supported.
+            lora_request: the adapter of all prompts, or one for each, where None is the model as it is.
             priority: of all prompts, or one for each; a lower number runs first. Default: 0.
 
         Returns:
@@ -120,8 +121,7 @@ class LLM(PoolingMethods):
             RequestError: a single prompt cannot be served, or the arguments do not fit together.
             ConfigError: `sampling_params` are no SamplingParams.
         """
-        _refuse_adapter(lora_request)
-        return self._generate(*batch_of(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(*batch_of(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -129,7 +129,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -158,7 +158,6 @@ class LLM(PoolingMethods):
             RequestError: a single conversation cannot be served, or the arguments do not fit together.
             ConfigError: `sampling_params` are no SamplingParams.
         """
-        _refuse_adapter(lora_request)
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer, so it has no chat template: use generate")
         if continue_final_message and add_generation_prompt:
@@ -173,20 +172,21 @@ class LLM(PoolingMethods):
             options["chat_template"] = chat_template
         options |= chat_template_kwargs or {}
         prompts = [self._render(self.tokenizer, conversation, tools, options) for conversation in conversations]
-        return self._generate(prompts, alone, sampling_params, use_tqdm, priority)
+        return self._generate(prompts, alone, sampling_params, use_tqdm, priority, lora_request)
 
     def beam_search(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts.
 
         Args:
-            prompts: as in `generate`, and so is `lora_request`.
+            prompts: as in `generate`.
+            lora_request: the adapter of all prompts.
             use_tqdm: show a progress bar.
             concurrency_limit: most prompts at once, if not all.
 
@@ -198,7 +198,7 @@ class LLM(PoolingMethods):
         Raises:
             RequestError: a single prompt cannot be served, or the arguments cannot be obeyed.
         """
-        _refuse_adapter(lora_request)
+        adapter = self.llm_engine.inputs.adapter_of(lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit={concurrency_limit} is not allowed: at least 1, or None")
         batch, alone = batch_of(prompts)
@@ -207,7 +207,7 @@ class LLM(PoolingMethods):
         with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as bar:
             for some in (searches[first : first + step] for first in range(0, len(searches), step)):
                 while running := [each for each in some if not each[1].is_done and each[0].error is None]:
-                    self._advance(running)
+                    self._advance(running, adapter)
                 bar.update(len(some))
         for output, search in searches:
             if output.error is None:
@@ -235,11 +235,11 @@ class LLM(PoolingMethods):
                 searches.append((output, search))
         return outputs, searches
 
-    def _advance(self, searches: list[tuple[BeamSearchOutput, BeamSearch]]) -> None:
+    def _advance(self, searches: list[tuple[BeamSearchOutput, BeamSearch]], adapter: Adapter | None) -> None:
         """Compute the next token of all beams of some searches together."""
         prompts = [(search, prompt) for _, search in searches for prompt in search.prompts()]
         params = [search.sampling_params() for search, _ in prompts]
-        found = iter(self._generate([prompt for _, prompt in prompts], False, params, False, None))
+        found = iter(self._generate([prompt for _, prompt in prompts], False, params, False, None, adapter))
         for output, search in searches:
             of_search = [next(found) for _ in search.beams]
             output.error = next((each.error for each in of_search if each.error), None)
@@ -276,14 +276,16 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         use_tqdm: bool | Callable[..., tqdm],
         priority: int | Iterable[int] | None,
+        lora_request: LoRARequest | Adapter | Iterable[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         """prompts: a RequestError stands for what could not be made a prompt. alone: errors are raised."""
         params = self._params_of(sampling_params, len(prompts))
         priorities = one_for_each("priority", 0 if priority is None else priority, int, len(prompts))
+        adapters = one_for_each("lora_request", lora_request, LoRARequest | Adapter, len(prompts))
         orders = []
-        for prompt, sampling, number in zip(prompts, params, priorities, strict=True):
+        for prompt, sampling, number, adapter in zip(prompts, params, priorities, adapters, strict=True):
             request_id = str(next(self._request_ids))
-            orders.append((request_id, self._order(request_id, prompt, sampling, number)))
+            orders.append((request_id, self._order(request_id, prompt, sampling, number, adapter)))
         outputs = self._run(orders, use_tqdm)
         if alone and (error := outputs[0].error):
             raise error
@@ -309,10 +311,15 @@ class LLM(PoolingMethods):
             return error
 
     def _order(
-        self, request_id: str, prompt: Any, sampling: SamplingParams, priority: int
+        self,
+        request_id: str,
+        prompt: Any,
+        sampling: SamplingParams,
+        priority: int,
+        lora_request: LoRARequest | Adapter | None,
     ) -> Callable[[], RequestOutput]:
-        """What adds a request to the engine, or returns the output of one that is refused. Text is encoded here: other
-        calls need not wait for it."""
+        """What adds a request to the engine, or returns the output of one that is refused. Text is encoded here, and
+        files of adapters are read: other calls need not wait for it."""
 
         def refused(error: RequestError) -> RequestOutput:
             logger.warning("request %s is refused: %s", request_id, error)
@@ -321,7 +328,9 @@ class LLM(PoolingMethods):
 
         def add() -> RequestOutput:
             try:
-                return self.llm_engine.add_request(request_id, given, sampling, stream=False, priority=priority)
+                return self.llm_engine.add_request(
+                    request_id, given, sampling, stream=False, priority=priority, lora_request=adapter
+                )
             except RequestError as error:
                 return refused(error)
 
@@ -329,6 +338,7 @@ class LLM(PoolingMethods):
             if isinstance(prompt, RequestError):
                 raise prompt
             text, token_ids = self.llm_engine.inputs.tokens_of(prompt)
+            adapter = self.llm_engine.inputs.adapter_of(lora_request)
         except RequestError as error:
             output = refused(error)
             return lambda: output
@@ -370,8 +380,3 @@ def _conversations_of(messages: Any) -> tuple[list[Any], bool]:
         return [messages], True
     found = list(messages)
     return (found, False) if any(isinstance(each, list | tuple) for each in found) else ([found], True)
-
-
-def _refuse_adapter(lora_request: Any) -> None:
-    if lora_request is not None:
-        raise RequestError("lora_request is not supported: merge the adapter into the checkpoint")

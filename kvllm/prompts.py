@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from numbers import Integral
+from types import UnionType
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from kvllm.errors import RequestError
@@ -79,7 +80,7 @@ def batch_of(prompts: Any) -> tuple[list[Any], bool]:
     return batch, False
 
 
-def one_for_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+def one_for_each(name: str, given: Any, kind: type | UnionType, num_prompts: int) -> list[Any]:
     """One value for all prompts, or an iterable with one for each, as a list."""
     if isinstance(given, kind | str | Mapping) or not isinstance(given, Iterable):
         return [given] * num_prompts

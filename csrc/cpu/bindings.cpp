@@ -48,6 +48,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
+  m.def("add_adapters(Tensor(a!) product, Tensor x, Tensor rows, Tensor starts, Tensor[] downs, Tensor[] ups) -> ()");
   m.def("make_decoder(Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps) -> Tensor");
   m.def(
       "add_decoder_layer(Tensor decoder, Tensor cos_sin, Tensor input_norm, Tensor qkv, Tensor? qkv_scales, Tensor? "
@@ -90,6 +91,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
   m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
   m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));
+  m.impl("add_adapters", TORCH_BOX(&kvllm::add_adapters));
   m.impl("make_decoder", TORCH_BOX(&kvllm::make_decoder));
   m.impl("add_decoder_layer", TORCH_BOX(&kvllm::add_decoder_layer));
   m.impl("run_decoder", TORCH_BOX(&kvllm::run_decoder));

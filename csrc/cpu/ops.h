@@ -86,6 +86,11 @@ Tensor pack_weight(const Tensor& weight);
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
 // `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`. A weight of integers has scales:
 // `[out / 16, groups, 16]`, each for a group of channels of a row (kvllm/models/quantize.py).
+// Adds the products of adapters to that of a matrix, product `[T, columns]` of x `[T, depth]`: for adapter i of tokens
+// `rows[starts[i]] .. rows[starts[i + 1] - 1]`, times downs[i], of which all columns of its tiles that ups[i] has
+// channels for, then times ups[i], of which the first columns. All are packed.
+void add_adapters(const Tensor& product, const Tensor& x, const Tensor& rows, const Tensor& starts,
+                  const std::vector<Tensor>& downs, const std::vector<Tensor>& ups);
 Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
                      const std::optional<Tensor>& bias, int64_t out_features);
 

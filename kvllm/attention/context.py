@@ -12,6 +12,7 @@ from kvllm.attention.base import AttentionBackend
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.residual import ResidualStep
+from kvllm.lora.product import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class AttentionContext:
     plan: of `backend`, for the step's query tokens.
     slot_mapping: int64 `[T]`, the slot of each query token's KV pair, negative where none is stored. None in a pass
         that only reads the cache: it must not call `store`.
-    residual: that of the plan's batch. recurrent: of a model with recurrent layers.
+    residual: that of the plan's batch. recurrent: of a model with recurrent layers. adapters: of the query tokens; None
+        if none has one.
     """
 
     backend: AttentionBackend
@@ -30,6 +32,7 @@ class AttentionContext:
     slot_mapping: torch.Tensor | None
     residual: ResidualStep | None = None
     recurrent: RecurrentStep | None = None
+    adapters: AdapterRows | None = None
 
     @property
     def parts(self) -> Sequence[AttentionContext]:
@@ -71,6 +74,11 @@ class PartedAttention:
         """As of an AttentionContext."""
         return self.parts[0].recurrent
 
+    @property
+    def adapters(self) -> AdapterRows | None:
+        """As of an AttentionContext."""
+        return self.parts[0].adapters
+
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As AttentionContext.store."""
         self.parts[self.part_of[layer]].store(layer, keys, values)
@@ -85,6 +93,11 @@ class Attention(Protocol):
 
     @property
     def recurrent(self) -> RecurrentStep | None:
+        """As of an AttentionContext."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterRows | None:
         """As of an AttentionContext."""
         ...
 

@@ -71,6 +71,13 @@ class Batch:
         """Sequences that own blocks, and will run when the content of these has come from the host."""
         return self.offloading.loading.values() if self.offloading else ()
 
+    def may_hold_adapter(self, seq: Sequence) -> bool:
+        """Whether workers can hold a sequence's adapter beside those of the sequences that run."""
+        if seq.adapter is None:
+            return True
+        held = {each.adapter.digest for each in (*self.running, *self.loading) if each.adapter}
+        return seq.adapter.digest in held or len(held) < self.config.max_loras
+
     # Starting and going on
 
     def start(self, step: Step, seq: Sequence, hit: PrefixHit, budget: int) -> None:
@@ -144,6 +151,7 @@ class Batch:
                 seq.seed,
                 tables=[TableStart(table.dropped, table.blocks[:]) for table in seq.tables],
                 state_row=state_row,
+                adapter=seq.adapter,
             )
         )
         seq.known_tokens = seq.num_tokens

@@ -225,9 +225,13 @@ class BlockManager:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for index in range(len(seq.block_hashes), num_blocks):
-            parent = seq.block_hashes[-1] if seq.block_hashes else root_hash(seq.cache_salt, self.kv_cache_dtype)
+            parent = seq.block_hashes[-1] if seq.block_hashes else self._root(seq)
             tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
             seq.block_hashes.append(block_hash(parent, tokens))
+
+    def _root(self, seq: Sequence) -> bytes:
+        salt, adapter = seq.origin
+        return root_hash(salt, self.kv_cache_dtype, adapter)
 
     def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
         """The last block of a text that a sliding part lacks of those that the token after `count` blocks attends."""

@@ -19,12 +19,14 @@ from kvllm.core.sequence import ANONYMOUS, Sequence, ServiceClass
 from kvllm.core.snapshot import EngineSnapshot, take_snapshot
 from kvllm.core.transition import Transition
 from kvllm.errors import WorkerError
+from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.outputs import RequestOutput
 from kvllm.prompts import Prompt
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
+    from kvllm.lora.files import Adapters
     from kvllm.structured.checker import GrammarChecker
     from kvllm.tokenizer import Tokenizer
 
@@ -38,6 +40,7 @@ class LLMEngine:
 
     tokenizer: None if the checkpoint has none; then prompts are token ids and outputs carry no text.
     grammars: refuses structured outputs that cannot be followed; without it, all are refused.
+    adapters: opens those of requests; without it, all are refused.
     step_cost: what steps take, for drafts; None: all that are found are tried.
     sampled: the tokens of the last step, each with its sequence.
     prompts: the log probabilities of prompts that it has found, each with its sequence.
@@ -52,13 +55,14 @@ class LLMEngine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         grammars: GrammarChecker | None = None,
+        adapters: Adapters | None = None,
         step_cost: StepCost | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
         self.stats = EngineStats(num_blocks=config.num_blocks)
         self.scheduler = Scheduler(config, self.stats, step_cost)
-        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
+        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars, adapters)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.sampled: list[SequenceToken] = []
         self.prompts: list[tuple[Sequence, PromptLogprobs]] = []
@@ -77,6 +81,7 @@ class LLMEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> RequestOutput:
         """Queue a request.
 
@@ -85,6 +90,7 @@ class LLMEngine:
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
             stream: keep the text current at every step; otherwise it is set when a completion ends.
             priority: see ServiceClass, also for `tenant` and `cache_salt`.
+            lora_request: the adapter to compute it with, None for the model as it is.
 
         Returns:
             The output, still empty: the object that `step` returns as it grows.
@@ -94,7 +100,7 @@ class LLMEngine:
             ConfigError: `sampling_params` are no SamplingParams.
         """
         self.outputs.check_id(request_id)
-        service_class = ServiceClass(priority, tenant, cache_salt)
+        service_class = ServiceClass(priority, tenant, cache_salt, self.inputs.adapter_of(lora_request))
         return self._add(self.inputs.new_request(request_id, prompt, sampling_params, stream, service_class))
 
     def resume_request(
@@ -149,6 +155,8 @@ class LLMEngine:
                 self._recover()
                 return []
             self.sampled, self.prompts = sampled, self.scheduler.prompts_of(result)
+            if any(token.error and seq.adapter for seq, token in sampled):  # it may be missing in what was cached
+                self.scheduler.forget_prefixes()
             self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions or plan.choices))
             for each in self.prompts:
                 self.outputs.add_prompt_logprobs(*each)

@@ -16,12 +16,14 @@ from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.request import Request
 from kvllm.core.sequence import ANONYMOUS, ServiceClass
 from kvllm.errors import RequestError
+from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvllm.prompts import PROMPT_KEYS, Array, Prompt, check_keys
 from kvllm.sampling_params import MAX_INTEGER, SamplingParams, is_unicode
 from kvllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from kvllm.lora.files import Adapters
     from kvllm.structured.checker import GrammarChecker
     from kvllm.tokenizer import Tokenizer
 
@@ -31,6 +33,7 @@ class InputProcessor:
 
     tokenizer: None if the checkpoint has none; then prompts are token ids.
     grammars: refuses structured outputs that cannot be followed.
+    adapters: opens those of requests; None if there can be none.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class InputProcessor:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         grammars: GrammarChecker | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.config = config
         self.grammars = grammars
+        self.adapters = adapters
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self._next_seq_id = 0
@@ -143,6 +148,17 @@ class InputProcessor:
         if self.tokenizer is None or self.grammars is None:
             raise RequestError("structured_outputs needs the checkpoint's tokenizer, and there is none")
         self.grammars.check(rule)
+
+    def adapter_of(self, request: LoRARequest | Adapter | None) -> Adapter | None:
+        """The adapter that a request names, whose files are checked unless that was done. Any thread may call, and one
+        that does so ahead saves the engine's thread the time. Raises RequestError."""
+        if request is None or isinstance(request, Adapter):
+            return request
+        if not isinstance(request, LoRARequest):
+            raise RequestError(f"lora_request={request!r} is not allowed: a LoRARequest, or None")
+        if self.adapters is None:
+            raise RequestError(f"lora_request names {request.lora_name!r}, and the engine takes none: set enable_lora")
+        return self.adapters.open(request)
 
     def close(self) -> None:
         if self.grammars is not None:

@@ -13,10 +13,12 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
-def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto") -> bytes:
-    """The `parent` of a sequence's first block: another one for each salt and dtype, so that nothing after it is
-    equal."""
+def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto", adapter: str | None = None) -> bytes:
+    """The `parent` of a sequence's first block: another one for each salt, dtype and adapter, so that nothing after it
+    is equal. adapter: its digest."""
     root = b"" if cache_salt is None else hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+    if adapter is not None:
+        root = hashlib.blake2b(adapter.encode(), key=root, person=b"adapter", digest_size=16).digest()
     if kv_cache_dtype == "auto":
         return root
     return hashlib.blake2b(kv_cache_dtype.encode(), key=root, digest_size=16).digest()

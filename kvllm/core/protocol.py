@@ -16,6 +16,7 @@ from msgspec import Struct, field, msgpack
 
 from kvllm.core.sequence import ServiceClass
 from kvllm.core.tables import TableStart
+from kvllm.lora.request import Adapter
 from kvllm.sampling_params import SamplingParams
 
 NOWHERE = -1
@@ -30,6 +31,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     service_class: for the scheduler of a replica; ranks do not need it.
     tables: for each part of the KV groups, with blocks for tokens that this plan computes.
     state_row: where the recurrent state after these is (`StateCopy`); None: there are none, or it was suspended.
+    adapter: that it is computed with, for ranks, which read it when they do not hold it.
     """
 
     seq_id: int
@@ -41,6 +43,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     service_class: ServiceClass = ServiceClass()
     tables: list[TableStart] = []
     state_row: int | None = None
+    adapter: Adapter | None = None
 
 
 class Fork(Struct, array_like=True, frozen=True):

@@ -230,7 +230,7 @@ class Scheduler:
             alone = not (self.running or self.batch.loading)
             spare = 0 if alone else self.admission.spare_blocks(seq, growth)
             missing = max(0, needed + spare - self.blocks.num_available)
-            has_slots = 1 + seq.forks_pending <= self.batch.free_slots
+            has_slots = 1 + seq.forks_pending <= self.batch.free_slots and self.batch.may_hold_adapter(seq)
             if has_slots and not missing:
                 return (tenant, hit) if self.admission.may_begin(seq, hit, step.tokens) else None
             if not waits:

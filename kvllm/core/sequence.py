@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from kvllm.core.regions import Region
 from kvllm.core.tables import BlockTable, TableStart
+from kvllm.lora.request import Adapter
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
@@ -26,11 +27,13 @@ class ServiceClass(Struct, array_like=True, frozen=True):
     tenant: the name of whom the request belongs to. Requests of one tenant share a quota.
     cache_salt: requests share cached prefixes only with those of an equal salt, so that no other can find out by timing
         what they hold.
+    adapter: that it is computed with, and shares cached prefixes within; None for the model as it is.
     """
 
     priority: int = 0
     tenant: str = ""
     cache_salt: str | None = None
+    adapter: Adapter | None = None
 
 
 ANONYMOUS = ServiceClass()
@@ -170,6 +173,15 @@ class Sequence:
     @property
     def cache_salt(self) -> str | None:
         return self.service_class.cache_salt
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.service_class.adapter
+
+    @property
+    def origin(self) -> tuple[str | None, str | None]:
+        """What parts it from others of the same tokens: its salt, and the digest of its adapter."""
+        return self.cache_salt, self.adapter.digest if self.adapter else None
 
     @property
     def num_tokens(self) -> int:

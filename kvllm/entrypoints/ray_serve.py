@@ -19,6 +19,7 @@ from kvllm.async_llm import AsyncLLM
 from kvllm.entrypoints import serve as command
 from kvllm.entrypoints.parser import Parser
 from kvllm.errors import ConfigError
+from kvllm.serving.adapters import open_modules
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerState
 
@@ -43,7 +44,8 @@ class KvLLM:
         parser = DeploymentParser(prog="kvllm serve")
         command.add_arguments(parser)
         engine_args, options = command.read_options(parser.parse_args(flags))
-        self._state = ServerState(engine_args, options, AsyncLLM.from_engine_args(engine_args))
+        adapters = open_modules(engine_args, options.lora_modules, options.served_model_names)
+        self._state = ServerState(engine_args, options, AsyncLLM.from_engine_args(engine_args), adapters)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_app(self._state)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,8 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
         enable_force_include_usage=args.enable_force_include_usage,
         return_tokens_as_token_ids=args.return_tokens_as_token_ids,
         enable_tokenizer_info_endpoint=args.enable_tokenizer_info_endpoint,
+        lora_modules=_lora_modules(args.lora_modules or ()),
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         **chat,
     )
 
@@ -134,6 +137,10 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--return-tokens-as-token-ids", action="store_true", help=text)
     text = "answer /tokenizer_info, which shows the chat template"
     add("--enable-tokenizer-info-endpoint", action="store_true", help=text)
+    text = "adapters that requests may name as their model, with --enable-lora"
+    add("--lora-modules", nargs="+", metavar="NAME=PATH", help=text)
+    text = "let clients load adapters from any directory of this machine, and unload them (docs/serving.md)"
+    add("--allow-runtime-lora-updating", action="store_true", help=text)
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
     text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"
@@ -190,6 +197,17 @@ def _cors(args: argparse.Namespace) -> CorsOptions | None:
         return None
     methods, headers, credentials = (getattr(args, name) for name in names)
     return CorsOptions(args.allowed_origins, methods or ("*",), headers or ("*",), credentials)
+
+
+def _lora_modules(given: Iterable[str]) -> dict[str, str]:
+    """The directories of adapters by name."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not name or not path or name in found:
+            raise ConfigError(f"--lora-modules {text!r} is not allowed: NAME=PATH, each name once")
+        found[name] = path
+    return found
 
 
 def _root_path(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvllm.attention.context import Attention
+from kvllm.lora.product import PassAdapters
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
@@ -38,8 +39,8 @@ Visitor = Callable[[int, torch.Tensor], None]
 class Decoder:
     """One rank's shard of a model. A loader calls `allocate`, fills what `weights` names, then calls `compile`.
 
-    attentions: of the layers that have one. num_query_heads, num_kv_heads: of this rank. weights_note: what the loader
-        says of the weights, for the log.
+    attentions: of the layers that have one. num_query_heads, num_kv_heads: of this rank. adapters: of the pass that is
+        computed. weights_note: what the loader says of the weights, for the log.
     """
 
     weights_note: str | None = None
@@ -65,6 +66,7 @@ class Decoder:
         self.num_kv_heads = self.attentions[0].qkv.num_kv_heads
         self._places = _places([isinstance(layer.attention, SelfAttention) for layer in layers])
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        self.adapters = PassAdapters()
         self._compiled: CompiledLayers | None = None
 
     def weights(self) -> dict[str, Weight]:
@@ -156,6 +158,7 @@ class Decoder:
         Without `visit`, keys and values are stored, and the normalized hidden states of `wanted` are returned.
         With it, they are in the cache already, and nothing is computed after the last layer's queries.
         """
+        self.adapters.rows = attention.adapters
         residual = self.embedding.forward(token_ids)
         x = normalized(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
@@ -171,6 +174,7 @@ class Decoder:
                 attended = attention.run(index, queries, layer.attention.sinks)
             if index == last and wanted is not None:
                 attended, residual = attended[wanted], residual[wanted]
+                self.adapters.narrow(wanted)
             x = layer.finish(attended, residual, self._next_norms[index])
         return x
 

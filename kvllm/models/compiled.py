@@ -100,9 +100,9 @@ class CompiledLayers:
 
     @staticmethod
     def serves(attention: Attention) -> TypeGuard[CompiledAttention]:
-        """Whether the operators compute the attention of a pass: it is the CPU's own, nobody observes it, and no layer
-        has options but a window."""
-        if not isinstance(attention, AttentionContext | PartedAttention):
+        """Whether the operators compute a pass: its attention is the CPU's own, nobody observes it, no layer has
+        options but a window, and no token has an adapter."""
+        if not isinstance(attention, AttentionContext | PartedAttention) or attention.adapters is not None:
             return False
         backend = attention.parts[0].backend
         if type(backend) is not CpuBackend:

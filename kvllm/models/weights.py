@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kvllm._extension import operator
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.groups import GroupForm, Groups
+from kvllm.lora.product import AdaptedMatrix
 from kvllm.memory_pages import use_huge_pages
 from kvllm.models import grouped_weights
 from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, pack_integers, packed_form, quantize
@@ -72,6 +73,7 @@ class LinearWeight:
         compute it, and round the sums as they round channels.
     order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
     form: how the file's integers are held, set before `allocate`; None for all other weights.
+    adapters: that may be added to its products; None where there are none.
     """
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,6 +84,7 @@ class LinearWeight:
         self.sums = 0
         self.order: torch.Tensor | None = None
         self.form: GroupForm | None = None
+        self.adapters: AdaptedMatrix | None = None
 
     @classmethod
     def pack(cls, matrix: torch.Tensor, packing: Packing) -> LinearWeight:
@@ -175,7 +178,15 @@ class LinearWeight:
         _copy_rows(scales.flatten(1, 2), self.scales.flatten(1, 2), first, last)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`."""
+        """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`, with what the
+        adapters of the tokens add."""
+        product = self._multiply(x, bias)
+        if self.adapters is not None:
+            self.adapters.add(x, product)
+        return product
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`multiply` without adapters."""
         if self.packed is None:
             return F.linear(x, self.tensor, bias)
         if self.order is not None:
@@ -198,7 +209,8 @@ class LinearWeight:
         return operator("unpack_rows")(self.packed, indices)
 
     def part(self, first: int, count: int) -> LinearWeight:
-        """The matrix of the `count` rows from `first` on, a multiple of TILE, in the same memory."""
+        """The matrix of the `count` rows from `first` on, a multiple of TILE, in the same memory. With adapters,
+        `first` is 0."""
         part = copy(self)
         part.out_features = count
         tiles = slice(first // TILE, -(-(first + count) // TILE))

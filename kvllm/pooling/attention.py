@@ -70,6 +70,7 @@ class BidirectionalPass:
     """A pass in which tokens attend those after them, too; a window of w tokens reaches w - 1 to either side."""
 
     recurrent = None
+    adapters = None
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
         self._windows = config.windows

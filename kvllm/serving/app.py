@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvllm.pooling.engine import wrong_runner
 from kvllm.serving import (
+    adapters,
     chat,
     completions,
     information,
@@ -78,6 +79,9 @@ def make_app(state: ServerState) -> ASGIApp:
     ]
     if not state.pools:
         routes += _around_generation()
+    if state.updates_adapters:
+        routes.append(Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]))
+        routes.append(Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]))
     if state.options.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", information.tokenizer_info))
     # Without Starlette's own middleware, which would answer errors in a shape of its own.

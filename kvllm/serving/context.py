@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from kvllm.lora.request import Adapter
 from kvllm.serving.bodies import read_json
 from kvllm.serving.errors import ApiError
 from kvllm.serving.state import ServerState
@@ -26,13 +27,14 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 @dataclass(slots=True)
 class RequestContext:
     """What is known of a request. tenant: the name of its key, "" without keys. generation: once there is one.
-    pooled_tokens: of the prompts that a pooling model computes for it."""
+    pooled_tokens: of the prompts that a pooling model computes for it. adapter: the one that it names as its model."""
 
     state: ServerState
     request_id: str
     tenant: str = ""
     generation: Generation | None = None
     pooled_tokens: int | None = None
+    adapter: Adapter | None = None
 
     def head(self, prefix: str, body: Any) -> dict[str, Any]:
         """The fields that an answer, and each chunk of a stream, begins with."""
@@ -51,6 +53,7 @@ async def read_request(request: Request, decoder: msgspec.json.Decoder[T]) -> tu
     if getattr(body, "request_id", None):
         context.request_id = clean_request_id(body.request_id)
     check_model(context.state, body.model)
+    context.adapter = context.state.adapters.get(body.model)
     return context, body
 
 
@@ -61,6 +64,6 @@ def clean_request_id(given: str) -> str:
 
 def check_model(state: ServerState, name: str | None) -> None:
     """Raises ApiError with status 404 for a model that is not served here."""
-    if name is not None and name not in state.options.served_model_names:
-        known = ", ".join(state.options.served_model_names)
+    if name is not None and name not in state.model_names:
+        known = ", ".join(state.model_names)
         raise ApiError(404, f"The model `{name[:200]}` does not exist: this server has {known}.", param="model")

@@ -67,6 +67,7 @@ class Generation:
         # Prefixes are shared within a key alone; a salt parts them further.
         salt = f"{context.tenant}\0{body.cache_salt or ''}" if context.tenant or body.cache_salt else None
         self._options: Any = {"priority": body.priority or 0, "tenant": context.tenant, "cache_salt": salt}
+        self._options["lora_request"] = context.adapter
         self._request_id = context.request_id
         self._state = state
         self._progress = [Progress(each.n) for each in self._params]

@@ -36,9 +36,9 @@ PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 
 
 async def list_models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """The names under which the model is served, and those of its adapters."""
     state = context_of(request).state
-    return json_response(ModelList(data=[_model(state, name) for name in state.options.served_model_names]))
+    return json_response(ModelList(data=[_model(state, name) for name in state.model_names]))
 
 
 async def get_model(request: Request) -> Response:
@@ -111,10 +111,15 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The description of all routes."""
-    options = context_of(request).state.options
-    text = document(options.root_path, tokenizer_info=options.enable_tokenizer_info_endpoint)
-    return json_response(text)
+    state = context_of(request).state
+    there = {"/tokenizer_info"} if state.options.enable_tokenizer_info_endpoint else set[str]()
+    if state.updates_adapters:
+        there |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    return json_response(document(state.options.root_path, frozenset(there)))
 
 
 def _model(state: ServerState, name: str) -> Model:
-    return Model(id=name, created=state.created, root=state.model_name, max_model_len=state.max_model_len)
+    parent = state.model_name if name in state.adapters else None
+    return Model(
+        id=name, created=state.created, root=state.model_name, max_model_len=state.max_model_len, parent=parent
+    )

@@ -10,6 +10,7 @@ import msgspec
 import kvllm
 from kvllm.chat_messages import ChatMessage, Tool
 from kvllm.serving import (
+    adapters,
     messages,
     messages_protocol,
     pooling_protocol,
@@ -89,6 +90,14 @@ ROUTES: tuple[Route, ...] = (
     ("post", "/tokenize", protocol.TokenizeRequest, protocol.TokenizeResponse, "Token ids of a prompt."),
     ("post", "/detokenize", protocol.DetokenizeRequest, protocol.DetokenizeResponse, "The text of token ids."),
     ("get", "/tokenizer_info", None, None, "The tokenizer's configuration, if a flag of the server allows it."),
+    (
+        "post",
+        "/v1/load_lora_adapter",
+        adapters.LoadAdapterRequest,
+        None,
+        "Serve an adapter as a model, if a flag does.",
+    ),
+    ("post", "/v1/unload_lora_adapter", adapters.UnloadAdapterRequest, None, "Serve it no longer."),
     ("get", "/health", None, None, "Status 200 if requests are taken, else 503."),
     ("get", "/ping", None, None, "As /health."),
     ("post", "/ping", None, None, "As /health."),
@@ -97,6 +106,8 @@ ROUTES: tuple[Route, ...] = (
     ("get", "/metrics", None, None, "Prometheus metrics."),
 )
 """Method, path, types of the body and of the answer, and what it does."""
+OPTIONAL = frozenset({"/tokenizer_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Paths that are there if the server's flags say so."""
 STREAMED = (
     protocol.CompletionResponse,
     protocol.ChatCompletionResponse,
@@ -116,8 +127,8 @@ REFUSALS = {
 
 
 @cache
-def document(root_path: str = "", *, tokenizer_info: bool = False) -> bytes:
-    """The JSON text. root_path: where a proxy has the server. tokenizer_info: whether that route is there."""
+def document(root_path: str = "", optional: frozenset[str] = frozenset()) -> bytes:
+    """The JSON text. root_path: where a proxy has the server. optional: those of OPTIONAL that are there."""
     types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
         protocol.ErrorResponse,
         messages.MessagesError,
@@ -127,7 +138,7 @@ def document(root_path: str = "", *, tokenizer_info: bool = False) -> bytes:
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda kind: kind.__name__), ref_template=REFERENCE)
     paths: dict[str, Any] = {}
     for route in ROUTES:
-        if route[1] != "/tokenizer_info" or tokenizer_info:
+        if route[1] not in OPTIONAL - optional:
             paths.setdefault(route[1], {})[route[0]] = _operation(*route)
     return msgspec.json.encode(
         {

@@ -24,6 +24,7 @@ from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, WorkerError
 from kvllm.pooling.async_engine import AsyncPooling
 from kvllm.serving import live
+from kvllm.serving.adapters import open_modules
 from kvllm.serving.app import make_app
 from kvllm.serving.http import HttpProtocol
 from kvllm.serving.parser_choice import with_parsers
@@ -63,12 +64,13 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
     bound = None if address.uds else bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     options = with_parsers(options, args)
+    adapters = open_modules(args, options.lora_modules, options.served_model_names)
     engine = start_engine(args)
     gc.collect()
     gc.freeze()  # models and libraries stay: to look through them again and again would hold up steps and streams
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            engine = runner.run(_serve(ServerState(args, options, engine), address, bound))
+            engine = runner.run(_serve(ServerState(args, options, engine, adapters), address, bound))
     finally:
         engine.shutdown()
 
@@ -79,7 +81,7 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
     _check_tls(config)
 
     def tell() -> None:
-        logger.info("serving %s at %s", ", ".join(state.options.served_model_names), url_of(address, bound))
+        logger.info("serving %s at %s", ", ".join(state.model_names), url_of(address, bound))
         if bound is not None:
             _show_page(address, f"{_page_url(address, bound)}{state.options.root_path}/")
 

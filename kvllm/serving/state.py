@@ -11,6 +11,7 @@ from typing import Any
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import RequestError
+from kvllm.lora.request import Adapter
 from kvllm.pooling.async_engine import AsyncPooling
 from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
@@ -54,6 +55,8 @@ class ServerOptions:
     enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.
     return_tokens_as_token_ids: log probabilities name tokens "token_id:7", unless a request says otherwise.
     enable_tokenizer_info_endpoint: /tokenizer_info tells the tokenizer's configuration and the chat template.
+    lora_modules: directories of adapters that are served from the start, by name.
+    allow_runtime_lora_updating: whether clients may load adapters from directories of this machine, and unload them.
     """
 
     served_model_names: tuple[str, ...]
@@ -71,6 +74,8 @@ class ServerOptions:
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
     enable_tokenizer_info_endpoint: bool = False
+    lora_modules: dict[str, str] = field(default_factory=dict)
+    allow_runtime_lora_updating: bool = False
 
 
 def start_engine(args: EngineArgs) -> AsyncLLM | AsyncPooling:
@@ -83,13 +88,21 @@ class ServerState:
 
     engine: the one that runs now: `llm` or `pooling`, by what the model is run for.
     running: ids of the engine's requests. numbers: what makes these ids differ, whatever clients call their requests.
+    adapters: by the names that requests may use as a model's.
     live: what the page's monitor shows. responses: those that are kept. kept_answers: streams that can be read again.
     """
 
-    def __init__(self, args: EngineArgs, options: ServerOptions, engine: AsyncLLM | AsyncPooling) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        options: ServerOptions,
+        engine: AsyncLLM | AsyncPooling,
+        adapters: dict[str, Adapter] | None = None,
+    ) -> None:
         self.args = args
         self.options = options
         self.engine = engine
+        self.adapters = adapters or {}
         self.running: set[str] = set()
         self.numbers = itertools.count()
         self.requests = 0  # to routes that compute, which have no answer yet
@@ -130,6 +143,16 @@ class ServerState:
     @property
     def model_name(self) -> str:
         return self.options.served_model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that requests may use, those of adapters last."""
+        return (*self.options.served_model_names, *self.adapters)
+
+    @property
+    def updates_adapters(self) -> bool:
+        """Whether clients may load adapters, and unload them."""
+        return self.args.enable_lora and self.options.allow_runtime_lora_updating
 
     @property
     def max_model_len(self) -> int:

@@ -111,7 +111,7 @@ class ForwardPass:
         for fields, part in zip(attention.fields, inputs.parts, strict=True):
             batch = AttentionBatch(**fields)
             plan = backend.plan(batch)
-            held = (batch.residual, attention.recurrent)
+            held = (batch.residual, attention.recurrent, attention.adapters)
             parts.append(AttentionContext(backend, self.operations, plan, part.slot_mapping, *held))
         return parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
 

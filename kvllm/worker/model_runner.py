@@ -26,6 +26,7 @@ from kvllm.worker.features import add_features
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
 from kvllm.worker.launched import Launched
+from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import Samples, sample
 from kvllm.worker.state import PartTables, SequenceState
@@ -73,7 +74,8 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
-        worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft)
+        adapters = self._adapters(config)
+        worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft, adapters)
         add_features(worker)
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
@@ -82,6 +84,12 @@ class ModelRunner:
         self._last = Launched()
         self._batches = BatchKeeper()
         self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.cache.shape.bytes_per_block if draft else 0)
+
+    def _adapters(self, config: EngineConfig) -> LoadedAdapters | None:
+        if not config.max_loras:
+            return None
+        dtype = self.cache.shape.dtype
+        return LoadedAdapters(self.model, config.max_loras, config.max_num_seqs, dtype, self.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""

@@ -15,7 +15,9 @@ import torch
 from kvllm.compression.mass import Softmax
 from kvllm.compression.repetition import attention, attention_received
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.lora.product import AdapterRows
 from kvllm.models.base import Decoder
+from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import SequenceState
 from kvllm.worker.transfer import to_device
 
@@ -47,6 +49,7 @@ class RepeatedText:
     """
 
     recurrent = None
+    adapters: AdapterRows | None = None
 
     def __init__(
         self,
@@ -78,13 +81,21 @@ class RepeatedText:
         return found.transpose(0, 1).to(queries.dtype).contiguous()
 
 
-def repeat(model: Decoder, state: SequenceState, text: tuple[int, int], attention: RepeatedText) -> None:
-    """Give the tokens of a sequence from position `text[0]` to the one in front of `text[1]` to the model once more."""
+def repeat(
+    model: Decoder,
+    state: SequenceState,
+    text: tuple[int, int],
+    attention: RepeatedText,
+    adapters: LoadedAdapters | None = None,
+) -> None:
+    """Give the tokens of a sequence from position `text[0]` to the one in front of `text[1]` to the model once more.
+    adapters: among which is that of the sequence, if it has one."""
     cos_sin = model.attentions[0].cos_sin
     length, num_positions = state.logical_length, len(cos_sin)
     for begin, end in pieces(*text, num_positions - length):
         first = min(length, num_positions - (end - begin))
         positions = np.arange(first, first + end - begin)
+        attention.adapters = adapters.rows([state.table_slot], [end - begin]) if adapters else None
         model.forward(
             to_device(state.token_ids[begin:end], cos_sin.device), to_device(positions, cos_sin.device), attention
         )

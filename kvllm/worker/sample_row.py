@@ -14,7 +14,7 @@ class SampleRow:
     """One row of logits: what its request asks for, and the tokens known so far.
 
     eos_token_ids: forbidden, with `params.stop_token_ids`, until `params.min_tokens` are generated.
-    matcher: of the grammar that the output follows.
+    matcher: of the grammar that the output follows. failure: why no token can be sampled.
     """
 
     params: SamplingParams
@@ -23,6 +23,7 @@ class SampleRow:
     output_token_ids: list[int]
     eos_token_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
+    failure: str | None = None
     is_penalized: bool = field(init=False)
     is_masked: bool = field(init=False)
     """Whether it has a mask of allowed tokens."""
@@ -50,6 +51,10 @@ class SampleRow:
         """One that goes on after more tokens, and leaves this one as it is."""
         output, matcher = [*self.output_token_ids, *token_ids], self.matcher and self.matcher.branch()
         return SampleRow(self.params, self.seed, self.prompt_token_ids, output, self.eos_token_ids, matcher)
+
+    def fail(self, reason: str) -> None:
+        """Let the row have an error in place of a token."""
+        self.failure, self.is_plain = reason, False
 
     def penalties(self) -> Penalties:
         """With the output as it is now."""

@@ -67,7 +67,7 @@ def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = Non
         chosen = draws.most_likely(logits)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    errors: dict[int, str] = {}
+    errors = {i: failure for i in special if (failure := rows[i].failure)}
     at_once = LOGITS_AT_ONCE_IN_PLACE if draws.reads_in_place(logits) else LOGITS_AT_ONCE
     rows_at_once = max(1, at_once // logits.shape[-1])
     for start in range(0, len(special), rows_at_once):

@@ -58,6 +58,7 @@ class Selector:
         self.cache = worker.operations.cache
         self.backend = worker.backend
         self.features = worker.features
+        self.adapters = worker.adapters
         self.parts = parts
         self.part_of = {layer: number for number, part in enumerate(parts) for layer in part.layers}
         self.config = config
@@ -173,7 +174,7 @@ class Selector:
         text = RepeatedText(self.operations, parts, self.part_of, self.softmax)
         # Of a whole cache that was cut before, the text is longer than the cache.
         begin = window.start if self.config.policy.compresses == "cache" else window.position
-        repeat(self.model, state, (begin, window.position + window.size), text)
+        repeat(self.model, state, (begin, window.position + window.size), text, self.adapters)
         return text.received
 
     def _context(self, part: CompressedPart, states: list[SequenceState], positions: np.ndarray) -> AttentionContext:
@@ -186,7 +187,10 @@ class Selector:
         for feature in self.features:
             if fields := feature.read_fields(table_slots):
                 batch = replace(batch, **fields)
-        return AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None)
+        counts = [positions.shape[1]] * len(states)
+        adapters = self.adapters.rows(table_slots, counts) if self.adapters else None
+        plan = self.backend.plan(batch)
+        return AttentionContext(self.backend, self.operations, plan, slot_mapping=None, adapters=adapters)
 
 
 class _Pass:

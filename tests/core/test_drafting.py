@@ -93,8 +93,8 @@ def test_old_outputs_are_forgotten() -> None:
     seq = sequence([0, *(1000 * 9 + i for i in range(MOST_TOKENS + 9))], 9)
     drafter.propose(seq, 1)
     drafter.finish(seq)
-    assert sum(len(index.token_ids) for index in drafter._outputs[None]) <= 3 * MOST_TOKENS
-    assert len(drafter._outputs[None]) <= 2 and not drafter._own
+    assert sum(len(index.token_ids) for index in drafter._outputs[None, None]) <= 3 * MOST_TOKENS
+    assert len(drafter._outputs[None, None]) <= 2 and not drafter._own
 
 
 COST = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 4.0], [0.001, 0.0015, 0.0025, 0.0045])

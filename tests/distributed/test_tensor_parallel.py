@@ -38,7 +38,9 @@ from kvllm.distributed.hang_detector import HangDetector
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
+from kvllm.lora.request import LoRARequest
 from kvllm.parallel import Shard, SingleRank
+from tests.helpers.adapters import copied, make_adapter, merge
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
@@ -304,6 +306,28 @@ def test_two_ranks_give_the_tokens_of_one(ray_llm, checkpoints, family: str, com
     llm = ray_llm(checkpoints[family], compression=compression)
     assert tokens(llm, prompts) == expected
     assert (llm.stats().windows_compressed > 0) == (compression is not None)
+
+
+def test_two_ranks_hold_parts_of_adapters(ray_llm, checkpoints, tmp_path: Path) -> None:
+    """Tokens are those of merged weights. One that cannot be read ends its request alone, on all ranks."""
+    path = checkpoints["llama"]
+    adapters = [make_adapter(tmp_path / str(seed), path, rank=4 + seed, seed=seed) for seed in range(2)]
+    requests = [LoRARequest(each.name, 1, str(each)) for each in adapters]
+    prompts = random_prompts(256, lengths=(40, 17))
+    llm = ray_llm(path, enable_lora=True, max_loras=2)
+    outputs = llm.generate([*prompts, prompts[0]], greedy(30), use_tqdm=False, lora_request=[*requests, None])
+    models = [*(merge(tmp_path / f"{each.name}-merged", path, each) for each in adapters), path]
+    for model, prompt, output in zip(models, [*prompts, prompts[0]], outputs, strict=True):
+        assert [output.outputs[0].token_ids] == tokens(make_llm(model), [prompt], greedy(30))
+    lost = copied(adapters[0], tmp_path / "lost", lora_alpha=3)
+    engine = llm.llm_engine
+    bad = engine.add_request("bad", prompts[0], greedy(9), lora_request=LoRARequest("lost", 3, str(lost)))
+    good = engine.add_request("good", prompts[1], greedy(30), lora_request=requests[1])
+    (lost / "adapter_config.json").unlink()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert "the adapter 'lost' cannot be read" in str(bad.error)
+    assert good.outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from kvllm import (
     TokensPrompt,
 )
 from kvllm.engine_args import REFUSED
+from kvllm.lora.request import LoRARequest
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.tokenizers import byte_level
@@ -408,10 +409,12 @@ def test_priorities_decide_who_runs_first(path: Path) -> None:
         alone.generate(["A", "B"], GREEDY, use_tqdm=False, priority=[1])
 
 
-def test_adapters_are_refused_by_name(llm: LLM) -> None:
-    for call in (llm.generate, llm.chat):
-        with pytest.raises(RequestError, match="lora_request is not supported"):
-            call([], GREEDY, lora_request=object())  # type: ignore[operator]
+def test_adapters_are_refused_where_none_are_taken(llm: LLM) -> None:
+    request = LoRARequest("x", 1, "path")
+    with pytest.raises(RequestError, match="the engine takes none: set enable_lora"):
+        llm.generate([5], GREEDY, lora_request=request)
+    with pytest.raises(RequestError, match="is not allowed: a LoRARequest, or None"):
+        llm.generate([5], GREEDY, lora_request=object())  # type: ignore[arg-type]
 
 
 def test_reset_prefix_cache_forgets(llm: LLM) -> None:

@@ -95,7 +95,7 @@ class Dispatcher:
         while found := self._next():
             tenant, replicas = found
             seq = self.waiting.take(tenant)
-            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.cache_salt, replicas)
+            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.origin, replicas)
             assert replica is not None
             self._place(replica, seq)
             if seq.metrics.scheduled_time is None:

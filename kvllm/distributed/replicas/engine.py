@@ -12,6 +12,8 @@ from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import Report
 from kvllm.distributed.replicas.replica_set import ReplicaSet
 from kvllm.distributed.replicas.snapshots import Snapshots
+from kvllm.lora.files import Adapters
+from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.outputs import RequestOutput
 from kvllm.prompts import Prompt
 from kvllm.sampling_params import SamplingParams
@@ -35,11 +37,12 @@ class DataParallelEngine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         grammars: GrammarChecker | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.config = config
         self.replicas = replicas
         self.stats = EngineStats(num_blocks=sum(replicas.num_blocks))
-        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
+        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars, adapters)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.dispatcher = Dispatcher(config, replicas.num_blocks)
         self._snapshots = Snapshots(replicas.num_blocks)
@@ -57,10 +60,11 @@ class DataParallelEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> RequestOutput:
         """See LLMEngine."""
         self.outputs.check_id(request_id)
-        service_class = ServiceClass(priority, tenant, cache_salt)
+        service_class = ServiceClass(priority, tenant, cache_salt, self.inputs.adapter_of(lora_request))
         request = self.inputs.new_request(request_id, prompt, sampling_params, stream, service_class)
         self.outputs.prepare(request)
         request.limit(self.dispatcher.longest_of(request.sequences[0]))

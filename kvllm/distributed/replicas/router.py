@@ -47,19 +47,19 @@ class Router:
         self,
         token_ids: Sequence[int],
         num_sequences: int,
-        cache_salt: str | None = None,
+        origin: tuple[str | None, str | None] = (None, None),
         replicas: list[int] | None = None,
     ) -> int | None:
         """Choose the replica for a request, and promise it the blocks. None: there is nothing to choose from.
 
         token_ids: the prompt and any output. num_sequences: completions that branch off from these.
-        cache_salt: see ServiceClass. replicas: to choose from. Default: those that have room.
+        origin: see Sequence. replicas: to choose from. Default: those that have room.
         """
         replicas = self.open_replicas() if replicas is None else replicas
         if not replicas:
             return None
         chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
-        hashes = self._hashes(token_ids, cache_salt)
+        hashes = self._hashes(token_ids, origin)
         home, hits = self._find(hashes)
         if home in replicas and not self._clearly_fuller(home, chosen, hits):
             chosen = home
@@ -91,11 +91,12 @@ class Router:
         used, used_by_other = (self.num_blocks[i] - self.room[i] for i in (replica, other))
         return used > used_by_other * (1 + FULLER) + HIT_WEIGHT * hits
 
-    def _hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[bytes]:
+    def _hashes(self, token_ids: Sequence[int], origin: tuple[str | None, str | None]) -> list[bytes]:
         """The hashes of the full blocks."""
         hashes: list[bytes] = []
         if self.shares_prefixes:
-            size, root = self.block_size, root_hash(cache_salt)
+            (salt, adapter), size = origin, self.block_size
+            root = root_hash(salt, adapter=adapter)
             for end in range(size, len(token_ids) + 1, size):
                 hashes.append(block_hash(hashes[-1] if hashes else root, token_ids[end - size : end]))
         return hashes

@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
+from kvllm.worker.features.adapters import AdapterFeature
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Drafts
@@ -24,6 +25,7 @@ KINDS: tuple[type[StepFeature], ...] = (
     KVResidual,
     Recall,
     RecurrentFeature,
+    AdapterFeature,
     ObservedScores,  # after all that is nearer to attention
     Offloader,  # after all that it saves
     Drafts,

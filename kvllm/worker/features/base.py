@@ -18,7 +18,9 @@ from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.tiers.host import HostStore
+from kvllm.lora.product import AdapterRows
 from kvllm.models.base import Decoder
+from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor
@@ -31,6 +33,7 @@ if TYPE_CHECKING:  # which has parts of its own
 @dataclass(frozen=True)
 class WorkerParts:
     """What the parts of a worker share. store: None without host memory. draft: the model that drafts, if one does.
+    adapters: None if the engine takes none.
     features: those that were made so far."""
 
     model: Decoder
@@ -40,6 +43,7 @@ class WorkerParts:
     tables: PartTables
     store: HostStore | None = None
     draft: DraftModel | None = None
+    adapters: LoadedAdapters | None = None
     features: list[StepFeature] = field(default_factory=list)
 
     @property
@@ -56,13 +60,14 @@ class PassAttention:
     """Attention of one pass, which features change before it is planned.
 
     inputs: on the model's device; their tokens are not there yet. fields: of the AttentionBatch of each part.
-    recurrent: of recurrent layers, if there are any.
+    recurrent: of recurrent layers, if there are any. adapters: of the tokens that have one.
     """
 
     inputs: StepInputs
     backend: AttentionBackend
     fields: list[dict[str, Any]]
     recurrent: RecurrentStep | None = None
+    adapters: AdapterRows | None = None
 
 
 Attend = Callable[[PassAttention], None]
