@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -25,13 +25,6 @@ def matrix_numbers(model: ModelConfig) -> int:
     attention = model.hidden_size * model.head_dim * (heads + model.num_query_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     return model.num_layers * layer + model.vocab_size * model.hidden_size
-
-
-class PhysicalLimit(Struct, frozen=True):
-    """The bytes that every step reads, and the rate at which this machine reads them."""
-
-    weight_bytes: float
-    read_bytes_per_s: float
 
 
 class Peak(Struct, frozen=True):
@@ -74,14 +67,3 @@ def floor(model: ModelConfig, lengths: Sequence[Lengths], weight_bytes: float, k
     tokens = sum(output - 1 for _, output in lengths)
     decode = max(moved / peak.read_bytes_per_s, products(tokens, tokens, attended))
     return Floor(max(prompt, read / peak.read_bytes_per_s), decode, tokens / decode)
-
-
-def show_weights_limit(limit: PhysicalLimit, tokens_per_s: Mapping[str, float], alone: bool) -> str:
-    """What reading the weights allows one sequence and, where one runs alone, the share of it that each run reached."""
-    rate = limit.read_bytes_per_s / limit.weight_bytes
-    text = f"{limit.weight_bytes / 1e6:.0f} MB of weights, read at {limit.read_bytes_per_s / 1e9:.1f} GB/s"
-    if limit.weight_bytes <= (machine.last_level_cache() or 0):
-        return f"{text}, fit into the last-level cache, so reading them sets no limit."
-    text += f": one sequence alone decodes at most {rate:.0f} tokens/s"
-    reached = ", ".join(f"{name} {each / rate:.0%}" for name, each in tokens_per_s.items())
-    return f"{text}; reached, prompt included: {reached}." if alone else f"{text}."

@@ -137,7 +137,6 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
     assert content["machine"]["cores"] >= 1 and content["versions"]["torch"]
     assert content["workload"]["requests"] == 6
-    assert content["physical_limit"]["read_bytes_per_s"] > 1e8
 
     vanilla, kara = (content["variants"][name]["runs"][0] for name in ("vanilla", KARA))
     for run in (vanilla, kara):
