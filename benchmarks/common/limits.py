@@ -14,11 +14,6 @@ BYTES_PER_WEIGHT = {"bf16": 2, "int8": 34 / 32, "int4": 18 / 32}
 """By the format: 8 and 4 bits have a scale of 16 bits for 32 weights, as Q8_0 and Q4_0."""
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of all matrices that a step reads whole."""
-    return matrix_numbers(model) * (2 if "bfloat16" in (dtype, model.dtype if dtype == "auto" else None) else 4)
-
-
 def matrix_numbers(model: ModelConfig) -> int:
     """Numbers of all matrices that a step reads whole: the matrices of the layers, and the one of the logits."""
     heads = model.num_query_heads + 2 * model.num_kv_heads
@@ -35,10 +30,9 @@ class Peak(Struct, frozen=True):
 
 
 class Floor(Struct, frozen=True):
-    """The least seconds until all requests have their first tokens, and for all other tokens; the rate of these."""
+    """The least seconds until all requests have their first tokens, and the highest rate of all other tokens."""
 
     prompt_seconds: float
-    decode_seconds: float
     decode_tokens_per_s: float
 
 
@@ -66,4 +60,4 @@ def floor(model: ModelConfig, lengths: Sequence[Lengths], weight_bytes: float, k
     moved = steps * read + attended * 2 * model.num_kv_heads * model.head_dim * kv_itemsize
     tokens = sum(output - 1 for _, output in lengths)
     decode = max(moved / peak.read_bytes_per_s, products(tokens, tokens, attended))
-    return Floor(max(prompt, read / peak.read_bytes_per_s), decode, tokens / decode)
+    return Floor(max(prompt, read / peak.read_bytes_per_s), tokens / decode)
