@@ -165,7 +165,7 @@ def steps(args: argparse.Namespace, model: ModelConfig, rate: float, path: Path)
             continue
         outputs = add_sequences(llm, batch, context)
         times = [_seconds(llm.llm_engine.step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
-        read = limits.weight_bytes(model, "bfloat16") + batch * (context + STEPS // 2) * pair_bytes
+        read = 2 * limits.matrix_numbers(model) + batch * (context + STEPS // 2) * pair_bytes
         rows.append({"case": case, "seconds": median(times), "floor": read / rate, "longest": max(times)})
         remove(llm, outputs)
     return rows

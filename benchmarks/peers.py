@@ -9,6 +9,12 @@ smaller than the demand: engines let requests wait, preempt them, or drop KV pai
 The engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go
 to peers.json.
 
+`--model FILE.gguf` gives KvLLM and llama.cpp the same file as it is, each with several KV caches; others do not run.
+`--perplexity TEXT` adds that of each of them on windows of 512 tokens.
+
+Beside the seconds until all first tokens (prompt), and the tokens per second after them (decode), stands the floor: the
+bytes of weights and KV pairs over the bandwidth, and the products over the peak of 8-bit products, both measured here.
+
 `--busy-processes` adds a run of each engine beside processes that compute without end, and the share of its speed that
 it keeps there.
 """
@@ -16,44 +22,54 @@ it keeps there.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from benchmarks.common import command_line, limits, machine, report, shapes, workloads
+from benchmarks.common.limits import Floor, Peak
 from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
 from benchmarks.peers_engines.protocol import ChildFailed, Job, call
 from benchmarks.peers_engines.registry import ENGINES
 from kvllm.config import require
+from kvllm.files.checkpoint import open_checkpoint
+from kvllm.files.gguf.paths import find_gguf
 from kvllm.models.config import ModelConfig, load_model_config
 
 TIMEOUT = 1800
 """Seconds that a run or a conversion may take."""
+WINDOW = 512
+"""Tokens, of which the last half count for the perplexity, as llama-perplexity has them."""
 
 
 class Run(Struct):
     """A run of an engine. See `benchmarks.peers_engines.protocol.measure`.
 
+    prompt_seconds, decode_tokens_per_s: None where the engine does not tell when first tokens came.
     first_tokens: of each request. kv: the format of the KV cache. version: of the engine's package.
     kept_beside_work: tokens per second beside the busy processes, over those without them; None if there are none.
     """
 
     seconds: float
     output_tokens_per_s: float
+    prompt_seconds: float | None
+    decode_tokens_per_s: float | None
     start_seconds: float
     peak_memory_bytes: int
     weight_bytes: int
     kv: str
+    kv_itemsize: float
     kv_bytes: float
     overhead_bytes: float
     first_tokens: list[int]
@@ -63,18 +79,27 @@ class Run(Struct):
 
 Runs = dict[str, list[Run]]
 """By the name of the engine, a run of each round."""
+RATES: dict[str, Callable[[Run], float]] = {
+    "output tokens/s": lambda run: run.output_tokens_per_s,
+    "prompt": lambda run: 1 / run.prompt_seconds if run.prompt_seconds else 0.0,
+    "decode tokens/s": lambda run: run.decode_tokens_per_s or 0.0,
+}
+"""What is compared with the best peer; 0 where an engine does not tell."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.peers", __doc__)
     add = parser.add_argument
     add("--model", default="50m", help=shapes.MODEL_HELP)
-    named = "A: 16 short requests; B: one; C: 8 long ones (the default is these); C512: half as long"
+    named = "A: 16 short requests; B: one; C: 8 long ones (the default is these); C512: half as long; "
+    named += "P: one prompt of 6,000; PL: four of 3,000"
     add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=("A", "B", "C"), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
     pool = "KV blocks over those that all requests fill at their ends (default 1)"
     add("--pool-fraction", type=float, default=1.0, metavar="SHARE", help=pool)
     add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
+    text = "file of text, of which the first 4,000 tokens count, for the perplexity; --model is GGUF then"
+    add("--perplexity", type=Path, metavar="TEXT", help=text)
     busy = "every run is followed by another one beside N processes that compute without end (default 0)"
     add("--busy-processes", type=int, default=0, metavar="N", help=busy)
     folder = "folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)"
@@ -84,18 +109,27 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.require_positive(args, "rounds")
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
-    fitting = default_engines(args.pool_fraction)
+    args.gguf = find_gguf(Path(args.model).resolve())
+    require(args.perplexity is None or args.gguf, "--perplexity", args.perplexity, "only with a --model of GGUF")
+    fitting = default_engines(args.pool_fraction, args.gguf is not None)
     args.engines = args.engines or fitting
     unlimited = [name for name in args.engines if not ENGINES[name].pooled and args.pool_fraction < 1]
     require(not unlimited, "--engines", unlimited, f"--pool-fraction needs one of {fitting}")
     return args
 
 
-def default_engines(pool_fraction: float) -> list[str]:
-    """Those that drop KV pairs, and all others whose pool can be small, if it is small; else all that drop none."""
+def default_engines(pool_fraction: float, gguf: bool = False) -> list[str]:
+    """Those that drop KV pairs, and all others whose pool can be small, if it is small; else all that drop none. For a
+    GGUF file, KvLLM and llama.cpp have entries of their own."""
+    others = {ENGINES[name].environment for name in ENGINES if ENGINES[name].weights == "file"} if gguf else {""}
+    fitting = {
+        name: engine
+        for name, engine in ENGINES.items()
+        if (engine.weights == "file" and gguf) or (engine.weights != "file" and engine.environment not in others)
+    }
     if pool_fraction < 1:
-        return [name for name, engine in ENGINES.items() if engine.pooled]
-    return [name for name, engine in ENGINES.items() if not engine.evicts]
+        return [name for name, engine in fitting.items() if engine.pooled]
+    return [name for name, engine in fitting.items() if not engine.evicts]
 
 
 # Runs
@@ -107,6 +141,9 @@ def prepare(files: PeerFiles, names: Sequence[str], checkpoint: Path) -> tuple[d
     failures: dict[str, str] = {}
     for name in names:
         try:
+            if (ENGINES[name].weights == "file") != checkpoint.is_file():
+                loads = "safetensors" if checkpoint.is_file() else "GGUF files as they are"
+                raise ChildFailed(f"it is given {loads} alone here")
             files.python(ENGINES[name].environment)
             checkpoints[name] = files.converted(name, checkpoint, TIMEOUT)
         except ChildFailed as error:
@@ -211,25 +248,52 @@ def eviction_ratios(runs: Runs) -> dict[str, Spread]:
     return {name: ratio(runs[name], runs["kvllm"]) for name in dropping if "kvllm" in runs}
 
 
+def over_best_peers(runs: Runs) -> dict[str, dict[str, Spread]]:
+    """Of each KvLLM and each figure: over the best peer with the same weights within a round."""
+    found: dict[str, dict[str, Spread]] = {}
+    for name, of_engine in runs.items():
+        alike = [n for n in runs if not ENGINES[n].is_kvllm and ENGINES[n].weights == ENGINES[name].weights]
+        for figure, rate in RATES.items() if ENGINES[name].is_kvllm else ():
+            best = [max((rate(runs[n][i]) for n in alike), default=0.0) for i in range(len(of_engine))]
+            if all(best):
+                shares = [rate(run) / peer for run, peer in zip(of_engine, best, strict=True)]
+                found.setdefault(name, {})[figure] = spread_of(shares)
+    return found
+
+
 def kept_shares(runs: Runs) -> dict[str, Spread]:
     """What engines keep of their speed beside busy processes, if there were any."""
     shares = {name: [run.kept_beside_work for run in of_engine] for name, of_engine in runs.items()}
     return {name: spread_of(kept) for name, of in shares.items() if (kept := [s for s in of if s is not None])}
 
 
+def floor_of(name: str, run: Run, model: ModelConfig, requests: Sequence[Request], peak: Peak) -> Floor:
+    """The floor of an engine, with the bytes that its weights and KV pairs have."""
+    weights = ENGINES[name].weights
+    numbers = limits.matrix_numbers(model)
+    num_bytes = run.weight_bytes if weights == "file" else numbers * limits.BYTES_PER_WEIGHT[weights]
+    lengths = [(len(request.prompt_token_ids), request.output_length) for request in requests]
+    return limits.floor(model, lengths, num_bytes, run.kv_itemsize, peak)
+
+
 # The report
 
 
-def show(runs: Runs, failures: Mapping[str, str]) -> str:
-    """A line for each engine with medians (least-most), and one for each engine that did not run."""
-    header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it"]
-    header += ["start to first\ntoken, s", "memory beyond\nweights, KV, MiB", "first tokens\nas KvLLM's"]
+def show(runs: Runs, failures: Mapping[str, str], floors: Mapping[str, Floor] | None = None) -> str:
+    """A line for each engine with medians (least-most), and one for each engine that did not run.
+
+    floors: of engines, in seconds; the share of it that an engine reached stands behind prompt and decode.
+    """
+    header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it", "prompt, s\n(floor: share)"]
+    header += ["decode tokens/s\n(floor: share)", "start to first\ntoken, s", "peak memory\n/ weights"]
+    header += ["memory beyond\nweights, KV, MiB", "first tokens\nas KvLLM's"]
     against, rows = ratios(runs), []
     for name, of_engine in runs.items():
         kvllm = kvllm_of(name, runs)
         figures = (
             ("{:.1f}", [run.output_tokens_per_s for run in of_engine]),
             ("{:.1f}", [run.start_seconds for run in of_engine]),
+            ("{:.2f}", [run.peak_memory_bytes / run.weight_bytes for run in of_engine]),
             ("{:.0f}", [run.overhead_bytes / report.MIB for run in of_engine]),
         )
         rate, *others = (show_spread(spread_of(values), shape) for shape, values in figures)
@@ -237,12 +301,57 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
         tokens = of_engine[0].first_tokens
         like = [a == b for a, b in zip(tokens, runs[kvllm][0].first_tokens, strict=True)] if kvllm else []
         same = f"{sum(like)} of {len(like)}" if like else ""
-        rows.append([name, ENGINES[name].weights, of_engine[0].kv, rate, ratio, *others, same])
+        rows.append([name, ENGINES[name].weights, of_engine[0].kv, rate, ratio])
+        rows[-1] += [*_show_phases(of_engine, (floors or {}).get(name)), *others, same]
     lines = [report.table(header, rows)]
+    for name, figures in over_best_peers(runs).items():
+        shown = ", ".join(f"{figure} {show_spread(spread, '{:.2f}')}" for figure, spread in figures.items())
+        lines.append(f"{name} / best peer: {shown}")
     lines += [f"{name} / kvllm: {show_spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
     lines += [f"{name} beside busy processes: {show_spread(s, '{:.0%}')}" for name, s in kept_shares(runs).items()]
     lines += [f"{name} did not run: {reason}" for name, reason in failures.items()]
     return "\n".join(lines)
+
+
+def _show_phases(runs: Sequence[Run], floor: Floor | None) -> tuple[str, str]:
+    """Seconds until all first tokens, and tokens per second after them, each with the floor."""
+    prompts = [run.prompt_seconds for run in runs if run.prompt_seconds]
+    rates = [run.decode_tokens_per_s for run in runs if run.decode_tokens_per_s]
+    if not prompts or not rates:
+        return "", ""
+    prompt, decode = spread_of(prompts), spread_of(rates)
+    texts = show_spread(prompt, "{:.2f}"), show_spread(decode, "{:.1f}")
+    if floor is None:
+        return texts
+    least, most = floor.prompt_seconds, floor.decode_tokens_per_s
+    return (
+        f"{texts[0]} ({least:.2f}: {least / prompt['median']:.0%})",
+        f"{texts[1]} ({most:.1f}: {decode['median'] / most:.0%})",
+    )
+
+
+# Perplexity
+
+
+def read_windows(text: Path, checkpoint: Path, num_tokens: int = 4000) -> list[list[int]]:
+    """Whole windows of a text's first tokens. Where the tokenizer puts a token before texts, each begins with it."""
+    tokenizer = open_checkpoint(checkpoint).read_tokenizer()
+    ids: list[int] = tokenizer(text.read_text())["input_ids"][:num_tokens]
+    start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    windows = [ids[begin : begin + WINDOW] for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    return [start + window[len(start) :] for window in windows]
+
+
+def perplexities(files: PeerFiles, jobs: Mapping[str, Job], windows: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of each engine, over the tokens of each window after the one in its middle."""
+    found = {}
+    for name, job in jobs.items():
+        job = job | {"action": "losses", "prompts": windows, "output_lengths": [1] * len(windows)}
+        python, log = files.python(ENGINES[name].environment), files.log(f"perplexity-{name}")
+        losses = call(python, ENGINES[name].module, job, log, {}, TIMEOUT)["losses"]
+        found[name] = math.exp(mean(loss for of_window in losses for loss in of_window[WINDOW // 2 :]))
+        print(f"perplexity of {len(windows)} windows, {name}: {found[name]:.4f}", flush=True)
+    return found
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -250,10 +359,16 @@ def benchmark(arguments: Sequence[str]) -> None:
     files = PeerFiles(args.environments)
     model = load_model_config(shapes.find_model(args.model, args.environments / "configs"))
     provenance = machine.announce("benchmarks.peers", arguments)
-    checkpoint = files.checkpoint(args.model)
+    checkpoint = args.gguf or files.checkpoint(args.model)
     checkpoints, missing = prepare(files, args.engines, checkpoint)
-    limit = limits.PhysicalLimit(limits.weight_bytes(model, "bfloat16"), machine.read_bandwidth())
+    peak = limits.Peak(machine.read_bandwidth(), machine.int8_operations())
+    print(f"{peak.read_bytes_per_s / 1e9:.1f} GB/s, {peak.operations_per_s / 1e9:.0f} G operations of 8 bits a second")
     content: dict[str, Any] = {}
+    of_all = provenance | {"model": args.model, "peak": msgspec.to_builtins(peak), "workloads": content}
+    if args.perplexity:
+        requests = [Request([0] * WINDOW, 1)]
+        jobs = {name: make_job(name, checkpoint, path, model, requests) for name, path in checkpoints.items()}
+        of_all["perplexity"] = perplexities(files, jobs, read_windows(args.perplexity, checkpoint))
     for workload in args.workloads:
         rng = random.Random(0)
         requests = workloads.random_requests(rng, workloads.WORKLOADS[workload](rng), model.vocab_size)
@@ -268,20 +383,20 @@ def benchmark(arguments: Sequence[str]) -> None:
             for name, path in checkpoints.items()
         }
         runs, failures = run_rounds(files, jobs, args.rounds, args.busy_processes)
-        print(f"\n{show(runs, missing | failures)}\n")
-        rates = {name: median(run.output_tokens_per_s for run in each) for name, each in runs.items()}
-        of_full_weights = {name: rate for name, rate in rates.items() if ENGINES[name].weights == "bf16"}
-        print(limits.show_weights_limit(limit, of_full_weights, alone=len(requests) == 1), flush=True)
+        whole = args.pool_fraction == 1  # else sequences wait, or hold fewer pairs
+        floors = {name: floor_of(name, each[0], model, requests, peak) for name, each in runs.items() if whole}
+        print(f"\n{show(runs, missing | failures, floors)}\n", flush=True)
         content[workload] = {
             **totals,
             "ratios": ratios(runs),
+            "over_best_peers": over_best_peers(runs),
+            "floors": msgspec.to_builtins(floors),
             "eviction_ratios": eviction_ratios(runs),
             "kept_beside_work": kept_shares(runs),
             "failures": missing | failures,
             "engines": msgspec.to_builtins(runs),
         }
-        of_all = {"model": args.model, "physical_limit": msgspec.to_builtins(limit), "workloads": content}
-        report.write_json(args.output / "peers.json", provenance | of_all)
+        report.write_json(args.output / "peers.json", of_all)
     print(f"Written: {args.output / 'peers.json'}")
 
 

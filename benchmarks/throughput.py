@@ -15,12 +15,10 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import msgspec
-import torch
 
-from benchmarks.common import command_line, jobs, limits, machine, report, shapes, summary, workloads
+from benchmarks.common import command_line, jobs, machine, report, shapes, summary, workloads
 from benchmarks.common.variants import parse_variant
 from kvllm.config import require
 from kvllm.errors import ConfigError
@@ -75,16 +73,12 @@ def benchmark(arguments: Sequence[str]) -> None:
         of_workload = workloads.totals(name, requests)
         print("Workload: {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**of_workload))
         measured = jobs.run_all(of_variants, args.repeats)
-    bandwidth = machine.read_bandwidth("cuda" if torch.cuda.is_available() else "cpu")
-    limit = limits.PhysicalLimit(limits.weight_bytes(model, args.dtype), bandwidth)
     print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that follow each other.\n")
-    rates = {name: median(run.output_tokens_per_s for run in each) for name, each in measured.items()}
-    print(f"{summary.show(measured)}\n\n{limits.show_weights_limit(limit, rates, alone=len(requests) == 1)}")
+    print(summary.show(measured))
     content = {
         **provenance,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": of_workload,
-        "physical_limit": msgspec.to_builtins(limit),
         "ratios": summary.ratios(measured),
         "variants": {name: summary.entry(job, args.model, measured[name]) for name, job in of_variants.items()},
     }

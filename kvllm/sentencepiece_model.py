@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
+from transformers.convert_slow_tokenizer import import_protobuf
 
 from kvllm.errors import CheckpointError
 
@@ -126,11 +128,11 @@ class SentencePieceModel:
             scores = [self.scores[i] if is_normal else worst for i, is_normal in enumerate(normal)]
             return models.Unigram(list(zip(pieces, scores, strict=True)), unknown, fallback)
         vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
-        scores = [
-            (piece, score) for piece, score, is_normal in zip(pieces, self.scores, normal, strict=False) if is_normal
-        ]
-        others = {piece for piece, is_normal in zip(pieces, normal, strict=True) if not is_normal}
-        merges = generate_merges(vocab, scores, others)
+        scores = dict(compress(zip(pieces, self.scores, strict=False), normal))
+        for piece, is_normal in zip(pieces, normal, strict=True):
+            if not is_normal:
+                scores.pop(piece, None)
+        merges = merges_of(scores)
         return models.BPE(vocab=vocab, merges=merges, unk_token=pieces[unknown], fuse_unk=True, byte_fallback=fallback)
 
     def _normalizers(self) -> list[Any]:
@@ -140,3 +142,21 @@ class SentencePieceModel:
         if self.trims:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         return steps
+
+
+def merges_of(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, the one with the best score first; then the longest left and right.
+
+    As `generate_merges` of transformers, which sorts half a million tuples by several keys.
+    """
+    pairs, of_pairs, lefts, rights = [], [], [], []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left = piece[:cut]
+            if left in scores and (right := piece[cut:]) in scores:
+                pairs.append((left, right))
+                of_pairs.append(score)
+                lefts.append(cut)
+                rights.append(len(right))
+    order = np.lexsort((-np.array(rights, int), -np.array(lefts, int), -np.array(of_pairs)))
+    return [pairs[i] for i in order.tolist()]

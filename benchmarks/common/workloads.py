@@ -29,8 +29,10 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Lengths]]] = {
     "B": lambda _: [(128, 128)],
     "C": lambda _: [(64, 1024)] * 8,
     "C512": lambda _: [(64, 512)] * 8,
+    "P": lambda _: [(6000, 128)],
+    "PL": lambda _: [(3000, 256)] * 4,
 }
-"""A: short mixed requests, all at once. B: one request. C: few requests with long outputs."""
+"""A: short mixed requests, all at once. B: one request. C: few requests with long outputs. P, PL: long prompts."""
 
 
 def random_requests(rng: random.Random, lengths: Sequence[Lengths], vocab_size: int) -> list[Request]:

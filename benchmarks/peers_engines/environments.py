@@ -86,7 +86,7 @@ class PeerFiles:
             ChildFailed: the engine's tools cannot convert the checkpoint.
         """
         engine = ENGINES[name]
-        if engine.environment not in ("openvino", "llama_cpp"):  # which have formats of their own
+        if engine.weights == "file" or engine.environment not in ("openvino", "llama_cpp"):  # with formats of their own
             return checkpoint
         form = engine.options.get("format", engine.weights)
         digest = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:8]

@@ -3,9 +3,9 @@
 A child runs in the environment of its engine, so this module and the children import nothing of KvLLM. All of them
 measure with the same code, `measure`.
 
-A job has: `action` ("prepare": convert the checkpoint; "run"), `checkpoint` (a directory), `prepared` (the directory of
-the converted checkpoint), `options` (of the engine), `prompts` (token ids), `output_lengths`, `vocab_size`,
-`kv_numbers` (numbers in the KV cache), `pool_fraction` (KV blocks over those that all
+A job has: `action` ("prepare": convert the checkpoint; "run"; "losses"), `checkpoint` (a directory or a GGUF file),
+`prepared` (that, or the directory of a converted one), `options` (of the engine), `prompts` (token ids),
+`output_lengths`, `vocab_size`, `kv_numbers` (numbers in the KV cache), `pool_fraction` (KV blocks over those that all
 requests fill at their ends), `threads` and `spawned` (seconds since 1970).
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 ROOT = Path(__file__).parents[2]
 WARM_UP_TOKENS = 8
 REASON_LENGTH = 400
-KV_ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "u8": 1}
+KV_ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "u8": 1, "q8_0": 34 / 32}
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "openvino_model.bin")
 Job = dict[str, Any]
 Tokens = list[list[int]]
@@ -93,9 +93,17 @@ def reason(code: int, log: Path) -> str:
 
 
 class Engine(Protocol):
-    """A loaded engine. kv: the format of its KV cache, one of KV_ITEMSIZE."""
+    """A loaded engine.
+
+    kv: the format of its KV cache. kv_itemsize: bytes of a number in it, scales included.
+    prompt_seconds: of the last `generate`, until all requests had their first token; None where that is not told.
+    Those that load GGUF files have `losses(prompts)`, too: minus the log of the probability of each token of the
+    prompts but the first, in lists.
+    """
 
     kv: str
+    kv_itemsize: float
+    prompt_seconds: float | None
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
         """The greedy tokens of each prompt, exactly as many as asked for."""
@@ -114,6 +122,8 @@ def serve(distribution: str, load: Callable[[Job], Engine], prepare: Callable[[J
         if prepare is not None:
             prepare(job)
         result: dict[str, Any] = {}
+    elif job["action"] == "losses":
+        result = {"losses": load(job).losses(job["prompts"])}
     else:
         result = measure(load(job), job) | {"version": version(distribution)}
     with open(results, "w") as file:
@@ -123,8 +133,10 @@ def serve(distribution: str, load: Callable[[Job], Engine], prepare: Callable[[J
 def measure(engine: Engine, job: Job) -> dict[str, Any]:
     """Generate one token, warm up on prompts of the same lengths with other tokens, and time the requests.
 
-    start_seconds: from the start of the process to the first token. overhead_bytes: the peak of resident memory without
-    the weights, as they lie on disk, and without the KV pairs of all requests.
+    start_seconds: from the start of the process to the first token, after a prompt as long as the first.
+    decode_tokens_per_s: of all tokens but the first ones, after these; a few of the others may be earlier.
+    overhead_bytes: the peak of resident memory without the weights, as they lie on disk, and without the KV pairs of
+    all requests.
     """
     prompts, lengths = job["prompts"], job["output_lengths"]
     others = [[(i + 1) % job["vocab_size"]] * len(prompt) for i, prompt in enumerate(prompts)]
@@ -136,14 +148,18 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     if [len(output) for output in outputs] != lengths:
         raise RuntimeError(f"Error: the requests generated {[len(output) for output in outputs]} tokens, not {lengths}")
-    peak, weights, kv = peak_memory_bytes(), weight_bytes(job), job["kv_numbers"] * KV_ITEMSIZE[engine.kv]
+    peak, weights, kv = peak_memory_bytes(), weight_bytes(job), job["kv_numbers"] * engine.kv_itemsize
+    until_first = engine.prompt_seconds
     return {
         "seconds": seconds,
         "output_tokens_per_s": sum(lengths) / seconds,
+        "prompt_seconds": until_first,
+        "decode_tokens_per_s": until_first and (sum(lengths) - len(lengths)) / (seconds - until_first),
         "start_seconds": start_seconds,
         "peak_memory_bytes": peak,
         "weight_bytes": weights,
         "kv": engine.kv,
+        "kv_itemsize": engine.kv_itemsize,
         "kv_bytes": kv,
         "overhead_bytes": peak - weights - kv,
         "first_tokens": [int(output[0]) for output in outputs],
@@ -159,6 +175,8 @@ def pool_blocks(lengths: Sequence[int], block_size: int, fraction: float) -> int
 def weight_bytes(job: Job) -> int:
     """Bytes of the weights that the engine loads, as they lie on disk."""
     prepared = Path(job["prepared"])
+    if prepared.is_file():
+        return prepared.stat().st_size
     directory = prepared if prepared.is_dir() else Path(job["checkpoint"])
     return sum(file.stat().st_size for pattern in WEIGHT_FILES for file in directory.glob(pattern))
 

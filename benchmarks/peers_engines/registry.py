@@ -19,8 +19,9 @@ class Engine(Struct, frozen=True):
     """A way to run an engine.
 
     program: the child, a module of this package. environment: the name of its environment; None is this project's.
-    weights: their format; engines of one format are compared. pooled: its KV cache may be smaller than the demand; then
-    requests wait or are preempted. evicts: it drops KV pairs where the pool is smaller than the demand.
+    weights: their format; engines of one format are compared. "file": it loads a GGUF file as it is, and nothing else.
+    pooled: its KV cache may be smaller than the demand; then requests wait or are preempted. evicts: it drops KV pairs
+    where the pool is smaller than the demand.
     """
 
     program: str
@@ -67,8 +68,8 @@ def _openvino(weights: str, kv: str, *, evicts: bool = False) -> Engine:
     return Engine("run_openvino", "openvino", weights, options, pooled=True, evicts=evicts)
 
 
-def _llama_cpp(weights: str, form: str) -> Engine:
-    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form})
+def _llama_cpp(weights: str, form: str, kv: str = "f16") -> Engine:
+    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form, "kv": kv})
 
 
 ENGINES = {
@@ -83,5 +84,10 @@ ENGINES = {
     "llama.cpp": _llama_cpp("bf16", "bf16"),
     "llama.cpp-q8_0": _llama_cpp("int8", "q8_0"),
     "llama.cpp-q4_k_m": _llama_cpp("int4", "q4_k_m"),
+    "kvllm-gguf": _kvllm("file"),
+    "kvllm-gguf-kv_int8": _kvllm("file", kv_cache_dtype="int8"),
+    "kvllm-gguf-kv_6_4": _kvllm("file", kv_cache_dtype="int6_int4_hadamard", kv_residual_tokens=16),
+    "llama.cpp-gguf": _llama_cpp("file", "file"),
+    "llama.cpp-gguf-kv_q8_0": _llama_cpp("file", "file", "q8_0"),
 }
-"""By name. Suffixes tell what differs from the usual: the format of the weights, or what drops KV pairs."""
+"""By name. Suffixes tell what differs from the usual: the format of weights or KV cache, or what drops KV pairs."""

@@ -25,7 +25,10 @@ class KvLLM:
             num_gpu_blocks_override=pool_blocks(lengths, BLOCK_SIZE, job["pool_fraction"]),
             **options,
         )
-        self.kv = {2: "bf16", 4: "f32"}[self.llm.cache_shape.dtype.itemsize]
+        shape = self.llm.cache_shape
+        self.kv = options.get("kv_cache_dtype") or {2: "bf16", 4: "f32"}[shape.dtype.itemsize]
+        self.kv_itemsize = shape.pair_bytes / (2 * shape.head_dim)
+        self.prompt_seconds: float | None = None
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lengths]
@@ -33,7 +36,18 @@ class KvLLM:
         for output in outputs:
             if output.error is not None:
                 raise output.error
+        times = [output.metrics for output in outputs]
+        arrived, first = times[0].arrival_time, [each.first_token_time for each in times if each.first_token_time]
+        self.prompt_seconds = max(first) - arrived
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def losses(self, prompts: Tokens) -> list[list[float]]:
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [
+            [-found[token].logprob for found, token in zip(output.prompt_logprobs or (), prompt, strict=True) if found]
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
 """llama.cpp through its C interface, with a loop of continuous batching: all prompts first, then a token for each.
 
-Options: `format` ("bf16", "q8_0" or "q4_k_m", of the weights).
+Options: `format` ("bf16", "q8_0" or "q4_k_m", of converted weights), `kv` ("f16" or "q8_0", of the KV cache).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy
 
-from benchmarks.peers_engines.protocol import Job, Tokens, serve
+from benchmarks.peers_engines.protocol import KV_ITEMSIZE, Job, Tokens, serve
 
 BATCH_TOKENS = 2048
 FORMATS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
+KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+Slot = tuple[int, int, int]
+"""Sequence, position and token."""
 
 
 def convert(job: Job) -> None:
@@ -33,14 +38,15 @@ def convert(job: Job) -> None:
 
 
 class LlamaCpp:
-    kv = "f16"
-
     def __init__(self, job: Job) -> None:
         longest = max(len(p) + n for p, n in zip(job["prompts"], job["output_lengths"], strict=True))
         count = len(job["prompts"])
         self.vocab_size = job["vocab_size"]
+        self.kv = job["options"]["kv"]
+        self.kv_itemsize, self.prompt_seconds = KV_ITEMSIZE[self.kv], None
         llama_cpp.llama_backend_init()
-        path = Path(job["prepared"]) / "model.gguf"
+        path = Path(job["prepared"])
+        path = path if path.is_file() else path / "model.gguf"
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path.name}")
@@ -48,6 +54,9 @@ class LlamaCpp:
         params.n_ctx = count * -(-longest // 256) * 256
         params.n_seq_max = count
         params.n_batch = BATCH_TOKENS
+        params.swa_full = False
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.type_k = params.type_v = KV_TYPES[self.kv]
         params.n_threads = params.n_threads_batch = job["threads"]
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
@@ -55,32 +64,42 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         outputs: Tokens = [[] for _ in prompts]
-        for begin, end in self._groups(prompts):
-            slots = [(i, p, t) for i in range(begin, end) for p, t in enumerate(prompts[i])]
+        begin = time.perf_counter()
+        for slots in self._batches(prompts):
             last = [p == len(prompts[i]) - 1 for i, p, _ in slots]
-            self._step(slots, last, outputs)
+            for i, logits in self._step(slots, last):
+                outputs[i].append(int(logits.argmax()))
+        self.prompt_seconds = time.perf_counter() - begin
         while slots := [
             (i, len(prompts[i]) + len(tokens) - 1, tokens[-1])
             for i, tokens in enumerate(outputs)
             if len(tokens) < output_lengths[i]
         ]:
-            self._step(slots, [True] * len(slots), outputs)
+            for i, logits in self._step(slots, [True] * len(slots)):
+                outputs[i].append(int(logits.argmax()))
         return outputs
 
-    def _groups(self, prompts: Tokens) -> list[tuple[int, int]]:
-        """Ranges of prompts that fit into a batch."""
-        groups, begin, size = [], 0, 0
-        for i, prompt in enumerate(prompts):
-            if size + len(prompt) > BATCH_TOKENS:
-                groups.append((begin, i))
-                begin, size = i, 0
-            size += len(prompt)
-        return [*groups, (begin, len(prompts))]
+    def losses(self, prompts: Tokens) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in prompts]
+        for prompt, of_prompt in zip(prompts, found, strict=True):
+            for slots in self._batches([prompt]):
+                for position, (_, logits) in enumerate(self._step(slots, [True] * len(slots)), slots[0][1] + 1):
+                    if position < len(prompt):
+                        numbers = logits.astype(numpy.float64)
+                        largest = numbers.max()
+                        total = numpy.log(numpy.exp(numbers - largest).sum()) + largest
+                        of_prompt.append(float(total - numbers[prompt[position]]))
+        return found
 
-    def _step(self, slots: list[tuple[int, int, int]], sampled: list[bool], outputs: Tokens) -> None:
-        """Compute (sequence, position, token) of `slots`, and append the likeliest next tokens."""
+    def _batches(self, prompts: Tokens) -> Iterator[list[Slot]]:
+        """All tokens of all prompts, from an empty cache on."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        slots = [(i, p, t) for i, prompt in enumerate(prompts) for p, t in enumerate(prompt)]
+        yield from (slots[begin : begin + BATCH_TOKENS] for begin in range(0, len(slots), BATCH_TOKENS))
+
+    def _step(self, slots: list[Slot], sampled: list[bool]) -> Iterator[tuple[int, Any]]:
+        """Compute `slots`: the sequence and the logits of each of those that are sampled."""
         batch = self.batch
         batch.n_tokens = len(slots)
         for row, (sequence, position, token) in enumerate(slots):
@@ -92,7 +111,7 @@ class LlamaCpp:
         for row, (sequence, _, _) in enumerate(slots):
             if sampled[row]:
                 logits = llama_cpp.llama_get_logits_ith(self.context, row)
-                outputs[sequence].append(int(numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax()))
+                yield sequence, numpy.ctypeslib.as_array(logits, (self.vocab_size,))
 
 
 if __name__ == "__main__":

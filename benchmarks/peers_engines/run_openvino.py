@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers_engines.protocol import Job, Tokens, pool_blocks, serve
+from benchmarks.peers_engines.protocol import KV_ITEMSIZE, Job, Tokens, pool_blocks, serve
 
 BLOCK_SIZE = 32
 """Tokens in a block of the KV cache on a CPU."""
@@ -61,6 +61,7 @@ class OpenVINO:
         self.kv = job["options"]["kv"]
         if self.kv == "bf16" and "BF16" not in capabilities:
             self.kv = "f32"  # the only one beside u8 that it has for such CPUs
+        self.kv_itemsize, self.prompt_seconds = KV_ITEMSIZE[self.kv], None
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             Path(job["prepared"]), scheduler, "CPU", {"KV_CACHE_PRECISION": self.kv}
         )

@@ -10,13 +10,13 @@ from benchmarks.peers_engines.protocol import KV_ITEMSIZE, Job, Tokens, serve
 
 
 class VLLM:
-    kv = "bf16"
+    kv, kv_itemsize, prompt_seconds = "bf16", KV_ITEMSIZE["bf16"], None
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(job["threads"])
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(1 + job["kv_numbers"] * KV_ITEMSIZE[self.kv] // 2**30)
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(1 + job["kv_numbers"] * self.kv_itemsize // 2**30)
         from vllm import LLM
 
         lengths = [len(p) + n for p, n in zip(job["prompts"], job["output_lengths"], strict=True)]

@@ -10,6 +10,8 @@ import sys
 import msgspec
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks import peers
 from benchmarks.common import limits, workloads
@@ -34,10 +36,13 @@ def make_run(rate, first_tokens=(1, 2)):
     return peers.Run(
         seconds=100 / rate,
         output_tokens_per_s=rate,
+        prompt_seconds=50 / rate,
+        decode_tokens_per_s=2 * rate,
         start_seconds=2.5,
         peak_memory_bytes=500 << 20,
         weight_bytes=300 << 20,
         kv="bf16",
+        kv_itemsize=2,
         kv_bytes=100 << 20,
         overhead_bytes=100 << 20,
         first_tokens=list(first_tokens),
@@ -91,7 +96,8 @@ def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
     assert run.first_tokens == [output.outputs[0].token_ids[0] for output in outputs]
     assert run.output_tokens_per_s == pytest.approx(17 / run.seconds)
-    assert run.start_seconds > run.seconds > 0
+    assert run.start_seconds > run.seconds > run.prompt_seconds > 0
+    assert run.decode_tokens_per_s == pytest.approx(15 / (run.seconds - run.prompt_seconds))
     assert run.weight_bytes == sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
     assert run.kv == "f32"
     assert run.kv_bytes == (24 + 12 - 1 + 7 + 5 - 1) * 2 * 3 * 2 * 16 * 4  # KV pairs, K and V, layers, heads, dim
@@ -164,18 +170,35 @@ def test_kvllm_that_drops_pairs_is_compared_with_all_peers_and_with_itself():
 def test_the_table_shows_medians_and_why_an_engine_did_not_run():
     text = peers.show(recorded(), {"llama.cpp": "not installed: no space"})
     lines = {line.split()[0]: line for line in text.splitlines()}
-    cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "2.5", "100", "2 of 2"]
+    cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "0.50 (0.50-1.00)"]
+    cells += ["200.0 (100.0-200.0)", "2.5", "1.67", "100", "2 of 2"]
     assert re.split(r"  +", lines["openvino"]) == cells
     assert lines["llama.cpp-q8_0"].endswith("1 of 2")
     assert "llama.cpp did not run: not installed: no space" in text
 
 
-def test_the_limit_is_that_of_one_sequence():
-    limit = limits.PhysicalLimit(weight_bytes=8e10, read_bytes_per_s=2e13)
-    rates = {"kvllm": 120, "openvino": 100}
-    alone = limits.show_weights_limit(limit, rates, alone=True)
-    assert "at most 250 tokens/s; reached, prompt included: kvllm 48%, openvino 40%." in alone
-    assert "reached" not in limits.show_weights_limit(limit, rates, alone=False)
+def test_kvllm_is_compared_with_the_best_peer_of_each_round():
+    best = peers.over_best_peers(recorded())
+    assert best["kvllm"]["output tokens/s"] == pytest.approx({"median": 1.2, "min": 60 / 80, "max": 1.3})
+    assert best["kvllm-int8"]["prompt"] == pytest.approx({"median": 2, "min": 2, "max": 2})
+    quiet = {"kvllm": [make_run(120)], "vllm": [msgspec.structs.replace(make_run(80), prompt_seconds=None)]}
+    assert set(peers.over_best_peers(quiet)["kvllm"]) == {"output tokens/s", "decode tokens/s"}
+
+
+def test_the_floor_counts_weights_pairs_and_products(tiny, monkeypatch):
+    model = load_model_config(tiny)  # 3 layers, 2 KV heads of 16
+    heads = model.num_query_heads
+    layers = limits.matrix_numbers(model) - model.vocab_size * model.hidden_size
+    slow = limits.Peak(read_bytes_per_s=1e6, operations_per_s=1e18)
+    monkeypatch.setattr(limits.machine, "last_level_cache", lambda: 1000)
+    found = limits.floor(model, [(10, 3), (20, 2)], 5000, 4, slow)
+    pairs = 11 + 12 + 21  # of the decodes
+    assert found.decode_tokens_per_s == pytest.approx(3e6 / (2 * 5000 + pairs * 3 * 2 * 2 * 16 * 4))
+    assert limits.floor(model, [(10, 3)], 999, 4, slow).prompt_seconds < 1e-6  # they stay in the cache
+
+    weak = limits.Peak(read_bytes_per_s=1e18, operations_per_s=1e6)
+    products = 10 * layers + model.vocab_size * model.hidden_size + 2 * heads * 16 * 3 * sum(range(1, 11))
+    assert limits.floor(model, [(10, 3)], 5000, 4, weak).prompt_seconds == pytest.approx(2 * products / 1e6)
 
 
 def test_rounds_alternate_and_a_failure_does_not_stop_the_others(tmp_path):
@@ -206,6 +229,22 @@ def test_an_engine_runs_again_beside_processes_that_compute(tmp_path):
     assert peers.kept_shares(recorded()) == {}
 
 
+def test_perplexity_of_a_gguf_file_is_that_of_the_model(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    write_gguf_file(tiny, file)
+    monkeypatch.setattr(peers, "WINDOW", 16)
+    rng = random.Random(0)
+    windows = [[rng.randrange(64) for _ in range(16)] for _ in range(3)]
+    job = peers.make_job("kvllm-gguf", file, file, load_model_config(file), [workloads.Request([0] * 16, 1)])
+    found = peers.perplexities(PeerFiles(tmp_path / "peers"), {"kvllm-gguf": job}, windows)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor(windows)).logits[:, 8:-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(windows)[:, 9:].flatten())
+    assert found["kvllm-gguf"] == pytest.approx(loss.exp().item(), rel=0.01)  # bfloat16
+
+
 # The script
 
 
@@ -221,7 +260,8 @@ def test_peers_writes_a_table_and_json(tiny, tmp_path, monkeypatch, capsys):
     assert (workload["requests"], workload["prompt_tokens"], workload["output_tokens"]) == (1, 16, 6)
     assert workload["failures"] == workload["ratios"] == {}
     assert len(workload["engines"]["kvllm"]) == 2
-    assert content["physical_limit"]["read_bytes_per_s"] > 1e8
+    assert content["peak"]["read_bytes_per_s"] > 1e8 and content["peak"]["operations_per_s"] > 1e8
+    assert workload["floors"]["kvllm"]["decode_tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -229,6 +269,7 @@ def test_peers_writes_a_table_and_json(tiny, tmp_path, monkeypatch, capsys):
     [
         (["--model", "absent"], "absent is not a directory"),
         (["--rounds", "0"], "--rounds=0 is not allowed: at least 1"),
+        (["--perplexity", "text"], "--perplexity=.* is not allowed: only with a --model of GGUF"),
         (["--pool-fraction", "1.5"], "--pool-fraction=1.5 is not allowed: above 0 and at most 1"),
         (
             ["--pool-fraction", "0.5", "--engines", "vllm"],
@@ -240,6 +281,17 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, ca
     with pytest.raises(KvLLMError, match=message):
         peers.benchmark([*arguments, "--environments", str(tmp_path)])
     assert capsys.readouterr().out == ""
+
+
+def test_a_gguf_file_is_for_engines_that_load_it(tiny, tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf_file(tiny, file)
+    engines = peers.parse_arguments(["--model", str(tmp_path)]).engines  # the directory that holds it
+    assert {"kvllm-gguf", "llama.cpp-gguf", "openvino", "vllm"} <= set(engines)
+    assert not {"kvllm", "llama.cpp"} & set(engines) and "kvllm-gguf" not in peers.parse_arguments([]).engines
+    checkpoints, failures = peers.prepare(PeerFiles(tmp_path), ["kvllm-gguf", "openvino"], file)
+    assert checkpoints == {"kvllm-gguf": file}
+    assert failures == {"openvino": "it is given safetensors alone here"}
 
 
 def test_a_small_pool_is_for_engines_that_have_one():

@@ -17,8 +17,10 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import generate_merges
 
 from kvllm.errors import CheckpointError
+from kvllm.sentencepiece_model import merges_of
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.tokenizers import CHAT_TEMPLATE, TEXTS, byte_level, sentencepiece_like
 
@@ -225,6 +227,18 @@ SENTENCEPIECE: dict[str, dict[str, Any]] = {
     "unigram": {"model_type": "unigram"},
     "unigram-bytes": {**LLAMA, **UNIGRAM},
 }
+
+
+def test_merges_are_those_of_transformers() -> None:
+    """Texts of three letters have many pieces of equal scores and lengths."""
+    rng = random.Random(0)
+    pieces = list(dict.fromkeys("".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(400)))
+    scores = {piece: float(rng.randint(-9, 0)) for piece in pieces if rng.random() < 0.9}
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    others = set(vocab) - set(scores)
+    assert others and merges_of(scores) == generate_merges(vocab, list(scores.items()), others)
+
+
 needs_sentencepiece = pytest.mark.skipif(
     sentencepiece is None, reason="needs sentencepiece, which makes the model: pip install sentencepiece"
 )
