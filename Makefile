@@ -1,6 +1,7 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
 # make test-long   the same with every case and ten times the examples
+# make test-sanitizers   the operators for CPUs, up to AVX2, under ASan and UBSan, then under TSan: half an hour
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
 # make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
@@ -15,7 +16,7 @@ CLIENTS_VENV := .venv-clients
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv clients models demo test test-long lint wheel page docs clean
+.PHONY: venv clients models demo test test-long test-sanitizers lint wheel page docs clean
 
 venv: $(READY)
 
@@ -55,6 +56,21 @@ test: lint
 
 test-long: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --long
+
+OPERATOR_TESTS := $(patsubst %,tests/kernels/test_%.py,cpu_ops event_ops gated_delta instruction_sets threads) \
+	tests/core/test_engine.py
+
+# build/asan and build/tsan get the package with operators of their own. Python is built for neither: the runtime is
+# loaded before it, what it leaks is its own, and races inside of PyTorch and OpenMP are not looked for.
+test-sanitizers: venv
+	set -e; for kind in asan=address,undefined tsan=thread; do name=$${kind%%=*}; \
+		KVLLM_SANITIZERS=$${kind#*=} $(VENV)/bin/python setup.py --quiet build \
+			--build-lib build/$$name --build-temp build/$$name-objects; \
+		LD_PRELOAD="$$($(CXX) -print-file-name=lib$$name.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" \
+		PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/$$name:$(CURDIR) OMP_NUM_THREADS=2 \
+			$(VENV)/bin/python -m pytest -q -o pythonpath=build/$$name --import-mode=append $(OPERATOR_TESTS); \
+	done
 
 wheel: venv
 	rm -rf build  # files that were moved since would be packed, too
