@@ -67,7 +67,8 @@ test-sanitizers: venv
 		KVLLM_SANITIZERS=$${kind#*=} $(VENV)/bin/python setup.py --quiet build \
 			--build-lib build/$$name --build-temp build/$$name-objects; \
 		LD_PRELOAD="$$($(CXX) -print-file-name=lib$$name.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		TSAN_OPTIONS="halt_on_error=1 die_after_fork=0 suppressions=$(CURDIR)/tests/kernels/tsan.supp" \
 		PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/$$name:$(CURDIR) OMP_NUM_THREADS=2 \
 			$(VENV)/bin/python -m pytest -q --capture=sys -o pythonpath=build/$$name --import-mode=append $(OPERATOR_TESTS) -k "not avx512 and not amx"; \
 	done

@@ -133,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Refuse what a proxy may understand in another way: two hosts, or a body in other codings than chunks."""
         hosts = sum(name == b"host" for name, _ in self.headers)
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        is_new = self.parser.get_http_version() == "1.1"
+        is_new = cast(Any, self.parser).get_http_version() == "1.1"
         if hosts > 1 or (is_new and hosts == 0):
             self._stop(400, f"the request has {hosts} headers 'Host': one is needed")
         if codings and (codings != [b"chunked"] or not is_new):

@@ -68,7 +68,8 @@ def test_tokens_of_turns_that_are_no_special_ones() -> None:
     """Some checkpoints declare them as ordinary added tokens. Tags in answers stay: templates cut thoughts out."""
     hf = byte_level("plain").hf
     hf = PreTrainedTokenizerFast(tokenizer_object=hf.backend_tokenizer, eos_token=hf.eos_token)
-    hf.add_tokens([AddedToken(text, normalized=False) for text in ("<|User|>", "<think>", "</think>", "\n\n")])
+    added: Any = [AddedToken(each, normalized=False) for each in ("<|User|>", "<think>", "</think>", "\n\n")]
+    hf.add_tokens(added)
     tokenizer = Tokenizer(hf)
     template = "{% for m in messages %}<|User|>{{ m.content.split('</think>')[-1] }}\n\n{% endfor %}"
     token_ids, text = encode(tokenizer, turns("a\n\n<think><|User|>b"), chat_template=template)
