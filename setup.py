@@ -34,6 +34,14 @@ COMPILE_ARGUMENTS = [
     "-ffp-contract=off",
     f"-fmacro-prefix-map={ROOT.resolve()}/=",
 ]
+LINK_ARGUMENTS = ["-s"]
+SANITIZERS = os.environ.get("KVLLM_SANITIZERS")  # such as "address,undefined": see `make test-sanitizers`
+if SANITIZERS:
+    LINK_ARGUMENTS = [f"-fsanitize={SANITIZERS}"]
+    COMPILE_ARGUMENTS += [*LINK_ARGUMENTS, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    COMPILE_ARGUMENTS += ["-fno-wrapv"]  # Python's own flags have -fwrapv, with which no overflow is seen
+    # Beyond that, a compiler takes a quarter of an hour for each level.
+    COMPILE_ARGUMENTS += ["-DKVLLM_UP_TO_AVX2", "--param=asan-instrumentation-with-call-threshold=0"]
 
 
 def sources(folder: str, pattern: str) -> list[str]:
@@ -90,17 +98,18 @@ class BuildOperators(BuildExtension):
 
 
 def extensions() -> list[Extension]:
+    beyond = ("kernels_avx512", "kernels_amx") if SANITIZERS else ()
     cpu = CppExtension(
         "kvllm._C",
-        sources("csrc/cpu", "*.cpp"),
+        [path for path in sources("csrc/cpu", "*.cpp") if not Path(path).name.startswith(beyond)],
         depends=sources("csrc/cpu", "*.h"),
         extra_compile_args=COMPILE_ARGUMENTS,
-        extra_link_args=["-s"],
+        extra_link_args=LINK_ARGUMENTS,
         py_limited_api=True,
     )
     # Without sources of its own: a torch without CUDA refuses them. If it cannot be built, there is a warning.
     cuda = Extension(CUDA_EXTENSION, [], depends=sources("csrc/cuda", "*.cu*"), py_limited_api=True, optional=True)
-    return [cpu, cuda] if find_nvcc() else [cpu]
+    return [cpu, cuda] if find_nvcc() and not SANITIZERS else [cpu]
 
 
 if __name__ == "__main__":

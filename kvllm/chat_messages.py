@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from kvllm.content_format import ContentFormat, content_format
+from kvllm.control_tokens import mark_messages, text_marker
 from kvllm.errors import RequestError
 from kvllm.tokenizer import Tokenizer, check_messages
 
@@ -84,7 +85,7 @@ class Tools(Struct):
 def render_chat(
     tokenizer: Tokenizer, messages: Any, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
 ) -> str:
-    """The prompt's text for a conversation. Encode it with `add_special_tokens=False`.
+    """The prompt's text for a conversation, for `encode_marked`: it has marks where a message spells a control token.
 
     Args:
         messages: a list of messages in OpenAI's form, see `ChatMessage`. What `template_messages` does not speak of
@@ -103,7 +104,9 @@ def render_chat(
         functions_of(tools)
         options = {**options, "tools": list(tools)}
     template = tokenizer.chat_template(options.get("chat_template"), options.get("tools"))
-    conversation = template_messages(messages, content_format(template))
+    conversation = mark_messages(tokenizer, template_messages(messages, content_format(template)), template)
+    foreign = {name: options[name] for name in ("tools", "documents") if options.get(name)}
+    options = {**options, **text_marker(tokenizer, template).mark(foreign)}
     try:
         return tokenizer.apply_chat_template(conversation, **options)
     except RequestError:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from kvllm.beam_search import BeamSearch, begin_search
 from kvllm.chat_messages import render_chat
+from kvllm.control_tokens import encode_marked, unmark
 from kvllm.core.input_processor import check_sampling
 from kvllm.core.shared_engine import SharedEngine
 from kvllm.engine_args import EngineArgs
@@ -306,7 +307,7 @@ class LLM(PoolingMethods):
         try:
             text = render_chat(tokenizer, messages, tools, options)
             # The template has written the special tokens already.
-            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+            return {"prompt": unmark(text), "prompt_token_ids": encode_marked(tokenizer, text)}
         except RequestError as error:
             return error
 

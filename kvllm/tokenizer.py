@@ -77,12 +77,7 @@ class Tokenizer:
         Raises:
             RequestError: not a string, not encodable as UTF-8, or with characters that the vocabulary lacks.
         """
-        if not isinstance(text, str):
-            raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error}") from None
+        _check_text(text)
         try:
             if self._backend is not None:
                 if most is None:
@@ -94,7 +89,21 @@ class Tokenizer:
             cut = {} if most is None else {"truncation": True, "max_length": most}
             return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False, **cut)
         except Exception as error:  # tokenizers raises bare Exception for a character without a token
-            raise RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}") from None
+            raise _cannot_encode(error) from None
+
+    def encode_spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]] | None:
+        """Token ids of a prompt, each with the beginning and end of its characters; None if that is not known.
+
+        Raises RequestError, as `encode` does.
+        """
+        _check_text(text)
+        if self._backend is None:
+            return None
+        try:
+            encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise _cannot_encode(error) from None
+        return [(token_id, *span) for token_id, span in zip(encoded.ids, encoded.offsets, strict=True)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens, as the model wrote it. Ids outside of the vocabulary have no text."""
@@ -185,6 +194,19 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid Unicode: {error}") from None
+
+
+def _cannot_encode(error: Exception) -> RequestError:
+    return RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}")
 
 
 def _bytes_of_token(name: str) -> bytes | None:

@@ -25,6 +25,7 @@ struct Level {
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#if !defined(KVLLM_UP_TO_AVX2)
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -40,14 +41,17 @@ bool has_amx() {
   return false;
 #endif
 }
+#endif
 
 constexpr Level kLevels[] = {
     {"baseline", nullptr, [] { return kBaselineKernels; }},
     {"avx2", has_avx2, [] { return kAvx2Kernels; }},
+#if !defined(KVLLM_UP_TO_AVX2)
     {"avx512", has_avx512, [] { return kAvx512Kernels; }},
     {"avx512_vnni", has_avx512_vnni, [] { return kAvx512VnniKernels; }},
     {"avx512_bf16", has_avx512_bf16, [] { return kAvx512Bf16Kernels; }},
     {"amx", has_amx, make_amx_kernels},
+#endif
 };
 
 #elif defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)

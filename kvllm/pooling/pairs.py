@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from kvllm.control_tokens import encode_marked, mark_messages
 from kvllm.errors import RequestError
 from kvllm.pooling.engine import DEFAULT, PoolingEngine
 from kvllm.pooling.params import PoolingParams
@@ -69,12 +70,13 @@ class Pairs:
     def _request(self, query: str, document: str, params: PoolingParams, template: str | None) -> PoolingRequest:
         if template is None:
             return self._engine.request(query + document, params, scores=True)
-        if self._engine.tokenizer is None:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
             raise RequestError("chat_template needs a tokenizer, and the checkpoint has none")
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         options = {"chat_template": template, "add_generation_prompt": False}
-        text = self._engine.tokenizer.apply_chat_template(messages, **options)
-        return self._engine.request(text, params, special=False, scores=True)
+        text = tokenizer.apply_chat_template(mark_messages(tokenizer, messages, template), **options)
+        return self._engine.request({"prompt_token_ids": encode_marked(tokenizer, text)}, params, scores=True)
 
 
 def texts_of(given: Any, name: str) -> list[str]:

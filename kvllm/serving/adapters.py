@@ -77,4 +77,4 @@ async def unload(request: Request) -> Response:
 
 async def _read(request: Request, decoder: msgspec.json.Decoder[Any]) -> tuple[Any, Any]:
     state = context_of(request).state
-    return await read_json(request, decoder, state.pool), state
+    return await read_json(request, decoder, state.pool, state.bodies), state

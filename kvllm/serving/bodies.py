@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import logging
 import re
 import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from kvllm.serving.errors import ApiError, bad_request
+from kvllm.serving.errors import ApiError, bad_request, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,10 @@ MAX_BODY_BYTES = 16 << 20
 CLOSE = {"Connection": "close"}
 BODY_SECONDS = 60.0
 """Time in which a body has to arrive."""
+SHARED_BODY_BYTES = 256 << 20
+"""Of all large bodies that are being read."""
+LARGE_BODY_BYTES = 64 << 10
+"""A body up to this size is read whatever others there are."""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 100_000
 """Lists and objects in a body: an empty one takes 2 bytes of a body and over 60 of memory."""
@@ -49,8 +55,37 @@ def json_response(body: Any) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises ApiError if it is too large or too slow."""
+class BodyMemory:
+    """Bounds the bytes of large bodies in memory, from all clients: many could send 16 MiB and wait with the last one.
+
+    held: bytes of bodies, small ones too, that are being read or decoded.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """What takes memory for more bytes of a body. All of it is given back at the end. Raises ApiError."""
+        size = 0
+
+        def take(more: int) -> None:
+            nonlocal size
+            size += more
+            self.held += more
+            if size > LARGE_BODY_BYTES and self.held > SHARED_BODY_BYTES:
+                error = unavailable("too many large bodies arrive at once: try again later")
+                error.headers.update(CLOSE)
+                raise error
+
+        try:
+            yield take
+        finally:
+            self.held -= size
+
+
+async def read_body(request: Request, take: Callable[[int], None]) -> bytes:
+    """The body of a request. take: see `BodyMemory`. Raises ApiError if it is too large or too slow."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
@@ -62,6 +97,7 @@ async def read_body(request: Request) -> bytes:
                 size += len(part)
                 if size > MAX_BODY_BYTES:
                     raise _too_large()
+                take(len(part))
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body has not arrived within {BODY_SECONDS:.0f} s", headers=CLOSE) from None
@@ -70,7 +106,9 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
+async def read_json(
+    request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor, memory: BodyMemory
+) -> T:
     """The body of a request as `decoder` reads it; in a thread of `pool`, if it is big or compressed.
 
     Raises ApiError; also for other types than JSON: any page that a browser shows may send those to this machine.
@@ -81,10 +119,11 @@ async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: Th
     if encoding not in ENCODINGS:
         problem = f"Content-Encoding {encoding[:100]!r} is not known: send gzip, deflate or none"
         raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
-    body = await read_body(request)
-    if encoding == PLAIN and len(body) <= SMALL_BODY_BYTES:
-        return decode(body, decoder)
-    return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder, encoding)
+    with memory.share() as take:
+        body = await read_body(request, take)
+        if encoding == PLAIN and len(body) <= SMALL_BODY_BYTES:
+            return decode(body, decoder)
+        return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder, encoding)
 
 
 def inflate(body: bytes, encoding: str) -> bytes:

@@ -61,7 +61,7 @@ class ChatTemplate:
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
     ) -> str:
-        """The prompt's text, which has its special tokens. Raises ApiError."""
+        """The prompt's text, which has its special tokens, and marks for `encode_marked`. Raises ApiError."""
         tokenizer = self._tokenizer
         if tokenizer is None or (self._template is None and tokenizer.hf.chat_template is None):
             raise bad_request(NO_TEMPLATE)

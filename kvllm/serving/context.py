@@ -49,7 +49,7 @@ def context_of(request: Request) -> RequestContext:
 async def read_request(request: Request, decoder: msgspec.json.Decoder[T]) -> tuple[RequestContext, T]:
     """The request and its body, which may give an id, and names a model that is served here. Raises ApiError."""
     context = context_of(request)
-    body: Any = await read_json(request, decoder, context.state.pool)
+    body: Any = await read_json(request, decoder, context.state.pool, context.state.bodies)
     if getattr(body, "request_id", None):
         context.request_id = clean_request_id(body.request_id)
     check_model(context.state, body.model)

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvllm.control_tokens import encode_marked, unmark
 from kvllm.serving.errors import ContextTooLong, bad_request, check_count
 from kvllm.serving.generation import EncodedPrompt
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, TokenizeRequest
@@ -70,7 +71,7 @@ async def chat_prompt(
         options["continue_final_message"] = True
     text = await state.chat_template.render(messages, request.tools, options)
     # The template has written the special tokens already.
-    return await encode(state, text, bool(request.add_special_tokens), kept)
+    return await encode(state, text, bool(request.add_special_tokens), kept, is_marked=True)
 
 
 def effort_options(effort: str | None) -> dict[str, Any]:
@@ -84,11 +85,17 @@ def effort_options(effort: str | None) -> dict[str, Any]:
 
 
 async def encode(
-    state: ServerState, prompt: str | list[int], special: bool, kept: Truncation | None = None
+    state: ServerState,
+    prompt: str | list[int],
+    special: bool,
+    kept: Truncation | None = None,
+    *,
+    is_marked: bool = False,
 ) -> EncodedPrompt:
     """The token ids of a prompt, in a thread if its text is long.
 
     kept: what a longer prompt is cut to; None refuses what is longer than the model allows.
+    is_marked: it is the text of a conversation, with marks.
     """
     longest = state.max_model_len
     if isinstance(prompt, str):
@@ -98,7 +105,8 @@ async def encode(
                 problem = f"your prompt has {len(prompt)} characters, which are at least {tokens} tokens"
                 raise ContextTooLong(problem, tokens, longest)
             prompt = kept.cut(prompt, state.longest_token)
-        encoding = partial(state.tokenizer.encode, prompt, add_special_tokens=special)
+        encoder = partial(encode_marked, state.tokenizer) if is_marked else state.tokenizer.encode
+        encoding = partial(encoder, prompt, add_special_tokens=special)
         is_long = len(prompt) > LONG_TEXT
         token_ids = await asyncio.get_running_loop().run_in_executor(state.pool, encoding) if is_long else encoding()
     else:
@@ -106,6 +114,8 @@ async def encode(
     if kept is None and len(token_ids) > longest:
         raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), longest)
     text = prompt if isinstance(prompt, str) else None
+    if text is not None and is_marked:
+        text = unmark(text)
     return EncodedPrompt(token_ids if kept is None else kept.cut(token_ids), text)
 
 

@@ -15,6 +15,7 @@ from kvllm.lora.request import Adapter
 from kvllm.pooling.async_engine import AsyncPooling
 from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
+from kvllm.serving.bodies import BodyMemory
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
 from kvllm.serving.kept_answers import KeptAnswers
@@ -111,6 +112,7 @@ class ServerState:
         self.responses = ResponseStore()
         self.kept_answers = KeptAnswers()
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
+        self.bodies = BodyMemory()
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
         self.chat_template = ChatTemplate(engine.tokenizer, options.chat_template, self.pool)
         self.sampling_defaults = args.sampling_defaults

@@ -169,7 +169,7 @@ def test_every_instruction_set(isa: str) -> None:
         env={**os.environ, "KVLLM_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     if result.stdout.strip() != isa:
