@@ -110,7 +110,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
     args.gguf = find_gguf(Path(args.model).resolve())
-    require(args.perplexity is None or args.gguf is not None, "--perplexity", args.perplexity, "only with a --model of GGUF")
+    require(
+        args.perplexity is None or args.gguf is not None, "--perplexity", args.perplexity, "only with a --model of GGUF"
+    )
     fitting = default_engines(args.pool_fraction, args.gguf is not None)
     args.engines = args.engines or fitting
     unlimited = [name for name in args.engines if not ENGINES[name].pooled and args.pool_fraction < 1]
