@@ -105,7 +105,7 @@ class World:
 
     async def _main(self) -> None:
         self.llm = self._make_llm()
-        args = cast("Any", SimpleNamespace(sampling_defaults={}))
+        args = cast("Any", SimpleNamespace(sampling_defaults={}, enable_lora=False))
         app = make_app(ServerState(args, ServerOptions(("model",)), self.llm)) if self.scenario.has_text else None
         for fault in self.scenario.faults:
             if fault.kind in ("clock", "replica", "forget"):
