@@ -50,7 +50,7 @@ class TenantAdmission:
         tenant below has slots and blocks. Returns whether it has."""
         seq, candidates = self.waiting.head(tenant), step.candidates(self.batch.running)
         blocks = self._entitled_blocks(step, shares, seq, candidates)
-        if blocks is None:
+        if blocks is None or not self.batch.may_hold_adapter(seq):
             return False
         slots = 1 + seq.forks_pending - self.batch.free_slots
         if slots <= 0 and blocks <= self.blocks.num_available:

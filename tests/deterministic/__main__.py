@@ -36,7 +36,7 @@ def main() -> int:
         outcome = run(draw(seed))
         steps += outcome.steps
         if outcome.failure:
-            print(f"seed {seed}: {outcome.failure}\nIt is being made shorter: up to a minute", flush=True)
+            print(f"seed {seed}: {outcome.failure}\nIt is being made shorter", flush=True)
             print(as_test(shrink(draw(seed), lambda scenario: run(scenario).failure is not None)))
             return 1
     raise AssertionError

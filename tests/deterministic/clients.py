@@ -13,6 +13,7 @@ from msgspec import Struct
 from kvllm import RequestOutput
 from kvllm.async_llm import AsyncLLM
 from kvllm.errors import EngineDeadError, RequestError
+from kvllm.lora.request import Adapter
 from tests.deterministic.scenario import Arrival
 
 
@@ -129,7 +130,13 @@ def _prompt(arrival: Arrival) -> Any:
 
 
 def _service(arrival: Arrival) -> dict[str, Any]:
-    return {"priority": arrival.priority, "tenant": arrival.tenant, "cache_salt": arrival.salt}
+    adapter = Adapter(arrival.adapter, "", arrival.adapter) if arrival.adapter else None
+    return {
+        "priority": arrival.priority,
+        "tenant": arrival.tenant,
+        "cache_salt": arrival.salt,
+        "lora_request": adapter,
+    }
 
 
 def _read_answer(got: Got, status: int, written: bytes, *, stream: bool) -> None:

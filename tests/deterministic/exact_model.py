@@ -22,6 +22,7 @@ from kvllm.core.protocol import (
     NOWHERE,
     BlockTransfer,
     CompressionJob,
+    DraftOrder,
     Fork,
     Load,
     PartJob,
@@ -66,13 +67,19 @@ def next_token(attended: int, length: int, last: int, sampling: SamplingParams, 
     lot = mix(attended ^ length)
     if sampling.temperature:
         lot = mix(lot ^ (seed & MASK))
-    return (last * 5 + 3) % VOCAB if lot >> 32 & 1 else lot % VOCAB
+    return following(last) if lot >> 32 & 1 else lot % VOCAB
+
+
+def following(token: int) -> int:
+    """The next token of a fixed series."""
+    return (token * 5 + 3) % VOCAB
 
 
 class Text:
-    """A text, and digests of its beginnings. sums: of the digests before each position."""
+    """A text, and digests of its beginnings with the adapter. sums: of the digests before each position."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], adapter: str = "") -> None:
+        self.root = sum(adapter.encode()) + 7
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self.sums = [0]
@@ -80,7 +87,7 @@ class Text:
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            digest = mix((self.digests[-1] if self.digests else 7) ^ (token + 1))
+            digest = mix((self.digests[-1] if self.digests else self.root) ^ (token + 1))
             self.digests.append(digest)
             self.sums.append(self.sums[-1] + digest & MASK)
         self.tokens += tokens
@@ -287,7 +294,7 @@ class ExactModel(Executor):
     def _begin(self, plan: StepPlan) -> None:
         for start in plan.new_seqs:
             assert start.seq_id not in self.sequences, "a sequence starts twice"
-            text = Text(start.token_ids)
+            text = Text(start.token_ids, start.adapter.digest if start.adapter else "")
             seq = ModelSequence(text, start.prompt_length, start.logical_length, start.sampling, start.seed)
             size = self.config.block_size
             pairs = zip(start.tables, self.windows, strict=True)
@@ -295,6 +302,8 @@ class ExactModel(Executor):
             for table, kept in zip(seq.tables, self.host.suspended.pop(start.seq_id, []), strict=False):
                 table.kept, table.kept_sum = kept
             self.sequences[start.seq_id] = seq
+        adapters = {seq.text.root for seq in self.sequences.values()} - {Text([]).root}
+        assert len(adapters) <= self.config.max_loras, "more adapters are in use than fit"
 
     def _accept(self, plan: StepPlan) -> None:
         """Count the tokens of drafts that were right."""
@@ -326,7 +335,15 @@ class ExactModel(Executor):
             self._slide(seq)
             for fork in item.forks:
                 self._slide(self.sequences[fork.seq_id])
+        result.drafts = [self._draft(order) for order in plan.drafts]
         return result
+
+    def _draft(self, order: DraftOrder) -> list[int]:
+        """What continues the fixed series, which is right for one token in two."""
+        draft = [self.sampled[order.seq_id]]
+        while len(draft) <= order.num_tokens:
+            draft.append(following(draft[-1]))
+        return draft[1:]
 
     def _store(self, item: Scheduled) -> None:
         """Compute the KV pairs of a sequence's query tokens."""

@@ -10,10 +10,15 @@ from tests.deterministic.exact_model import END, MASK, Text, factor, next_token
 
 
 def alone(
-    prompt: list[int], sampling: SamplingParams, index: int, windows: Sequence[int | None], max_model_len: int
+    prompt: list[int],
+    sampling: SamplingParams,
+    index: int,
+    windows: Sequence[int | None],
+    max_model_len: int,
+    adapter: str = "",
 ) -> tuple[list[int], str]:
     """Tokens and finish reason of completion `index` of a request with all KV pairs, without a stop string."""
-    text = Text(prompt)
+    text = Text(prompt, adapter)
     seed = fork_seed(sampling.seed or 0, index)
     longest = min(max_model_len, len(prompt) + (sampling.max_tokens or max_model_len))
     while True:

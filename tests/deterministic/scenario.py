@@ -34,6 +34,7 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     tenant: str = ""
     salt: str | None = None
+    adapter: str = ""
     pause: float = 0.0
     abort_at: float | None = None
     leave_at: float | None = None
@@ -129,10 +130,13 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
         options["tenants"] = {"a": {"weight": rng.choice([0.5, 4.0])}, "b": {"guaranteed_share": 0.3}}
     if windows[0] is None and rng.random() < 0.6:
         options["compression"] = draw_compression(rng, block_size, slides=len(windows) > 1)
+    if rng.random() < 0.3:
+        options["max_loras"] = rng.randint(1, 2)
     if rng.random() < 0.25:
         drafts: list[dict[str, Any]] = [
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2},
             {"method": "suffix", "num_speculative_tokens": 6},
+            {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
         ]
         options["speculation"] = rng.choice(drafts)
     return options
@@ -203,7 +207,8 @@ def draw_arrival(rng: random.Random, options: dict[str, Any], at: float, prompt:
     if "compression" in options and rng.random() < 0.2:
         sampling["compress"] = False
     via = ["generate", "deliver"]
-    if text and not sampling.keys() & {"stop", "compress"}:
+    adapter = rng.choice(["", "x", "y", "z"]) if "max_loras" in options else ""
+    if text and not adapter and not sampling.keys() & {"stop", "compress"}:
         via += ["http", "stream"]
     chosen = rng.choice(via)
     return Arrival(
@@ -214,6 +219,7 @@ def draw_arrival(rng: random.Random, options: dict[str, Any], at: float, prompt:
         priority=rng.choice([0, 0, 0, 1, -1]),
         tenant=rng.choice(["", "", "a", "b"]) if "tenants" in options else "",
         salt=rng.choice([None, None, None, "x"]),
+        adapter=adapter,
         pause=rng.choice([0.0, 0.0, 0.02, 0.3]),
         abort_at=rng.random() * 2 if chosen == "generate" and rng.random() < 0.1 else None,
         leave_at=rng.random() * 2 if rng.random() < 0.1 else None,

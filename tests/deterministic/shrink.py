@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,15 +15,14 @@ T = TypeVar("T")
 Fails = Callable[[Scenario], bool]
 
 
-def shrink(scenario: Scenario, fails: Fails, seconds: float = 60.0) -> Scenario:
-    """Leave out and shorten what the failure does not need, for at most `seconds`."""
-    end = time.monotonic() + seconds
+def shrink(scenario: Scenario, fails: Fails, attempts: int = 500) -> Scenario:
+    """Leave out and shorten what the failure does not need, in at most so many attempts."""
+    left = attempts
     found = True
-    while found and time.monotonic() < end:
+    while found and left:
         found = False
-        for smaller in _smaller(scenario):
-            if time.monotonic() >= end:
-                break
+        for smaller in itertools.islice(_smaller(scenario), left):
+            left -= 1
             if fails(smaller):
                 scenario, found = smaller, True
                 break
@@ -72,6 +71,6 @@ def _simpler(arrival: Arrival) -> Iterator[Arrival]:
     for name in sorted(arrival.sampling.keys() - {"max_tokens", "seed", "temperature", "ignore_eos"}):
         yield replace(arrival, sampling={key: each for key, each in arrival.sampling.items() if key != name})
     plain = Arrival(at=arrival.at, prompt=arrival.prompt, sampling=arrival.sampling)
-    for name in ("via", "priority", "tenant", "salt", "pause", "abort_at", "leave_at", "raises_at"):
+    for name in ("via", "priority", "tenant", "salt", "adapter", "pause", "abort_at", "leave_at", "raises_at"):
         if getattr(arrival, name) != getattr(plain, name):
             yield replace(arrival, **{name: getattr(plain, name)})

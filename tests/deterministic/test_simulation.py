@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_failing_scenario_becomes_short() -> None:
     with PLANTED["no_copy_on_write"]():
         seed = next(seed for seed in range(100) if run(draw(seed)).failure)
         scenario = draw(seed)
-        short = shrink(scenario, lambda each: run(each).failure is not None, seconds=10)
+        short = shrink(scenario, lambda each: run(each).failure is not None, attempts=60)
         assert run(short).failure is not None
     assert len(short.arrivals) <= 2 < len(scenario.arrivals)
     assert run(short).failure is None
@@ -118,9 +119,18 @@ def test_an_error_while_the_headers_are_sent_reaches_the_client() -> None:
         run_well(*arrivals, faults=[Fault(kind="engine", step=step)], has_text=True)
 
 
-def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False) -> None:
+def test_priorities_let_no_more_adapters_run_than_fit() -> None:
+    sampling = {"temperature": 0.0, "seed": 0, "max_tokens": 9, "ignore_eos": True}
+    first, second = (
+        Arrival(at=0.0, prompt=[3], sampling=sampling, adapter=name, priority=i) for i, name in enumerate("xy")
+    )
+    run_well(first, second, faults=[], max_loras=1)
+
+
+def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False, **more: Any) -> None:
+    """more: options of the engine."""
     options = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     scenario = Scenario(
-        seed=0, options=options, arrivals=list(arrivals), faults=faults, replicas=replicas, has_text=has_text
+        seed=0, options=options | more, arrivals=list(arrivals), faults=faults, replicas=replicas, has_text=has_text
     )
     assert run(scenario).failure is None

@@ -191,7 +191,7 @@ class World:
     def _judge_full(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
         """reason: why it ended; None if it may have ended early."""
         windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-        expected = alone(arrival.prompt, arrival.params, index, windows, self.config.max_model_len)
+        expected = alone(arrival.prompt, arrival.params, index, windows, self.config.max_model_len, arrival.adapter)
         if tokens != expected[0][: len(tokens)]:
             self.failures.append(f"{name}: {tokens} and not {expected[0]} as alone")
         elif reason and (tokens, reason) != expected:
@@ -222,7 +222,7 @@ class World:
         if self.died:
             return
         assert not self.engine.has_unfinished_requests(), "requests are left"
-        engine = self.engine
+        engine, self._step_faults = self.engine, {}
         if isinstance(engine, LLMEngine):
             for _ in range(3):  # workers are told of the last ones that ended, and loads end
                 engine.step()
