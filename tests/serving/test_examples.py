@@ -14,6 +14,7 @@ import pytest
 
 from kvllm import LLM, CompressionConfig
 from kvllm.entrypoints.cli import make_parser
+from tests.helpers.adapters import make_adapter
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.hub import reachable_hub
 from tests.helpers.parrot_chat import make_parrot_chat
@@ -61,6 +62,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tokenizer.save_pretrained(path)
     edit(path, max_position_embeddings=512)
     (path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    make_adapter(tmp_path / "path/to/adapter", path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with reachable_hub(tmp_path / "cache", monkeypatch) as hub:
