@@ -78,10 +78,13 @@ class AdapterConfig(Struct, kw_only=True):
 
 
 class Pair(Struct, frozen=True):
-    """The two matrices of a module: names of their tensors in the file, and the factor of their product."""
+    """The two matrices of a module: names of their tensors in the file, their shapes, and the factor of their
+    product."""
 
     a: str
     b: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
     scale: float
 
 
@@ -120,20 +123,20 @@ def read_pairs(path: Path) -> dict[str, Pair]:
     """The pairs of matrices of an adapter by the names of the modules that they change. Raises RequestError."""
     config = _read_config(path / CONFIG_FILE)
     with open_weights(path) as file:
-        names = set(file.keys())
-    modules = {name.removesuffix(A).removesuffix(B) for name in names if name.endswith((A, B))}
-    if others := sorted(name for name in names if not name.endswith((A, B))):
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # not a dict
+    modules = sorted({name.removesuffix(A).removesuffix(B) for name in shapes if name.endswith((A, B))})
+    if others := sorted(name for name in shapes if not name.endswith((A, B))):
         raise RequestError(
             f"{path / WEIGHTS_FILE} has {_some(others)}: only lora_A and lora_B of matrices are computed"
         )
     if not modules:
         raise RequestError(f"{path / WEIGHTS_FILE} has no tensors: save the adapter again")
-    if alone := sorted(module for module in modules if not {module + A, module + B} <= names):
+    if alone := [module for module in modules if not {module + A, module + B} <= shapes.keys()]:
         raise RequestError(f"{path / WEIGHTS_FILE} lacks lora_A or lora_B of {_some(alone)}: save the adapter again")
     found = {}
-    for module in sorted(modules):
-        name = module.removeprefix(PREFIX)
-        found[name] = Pair(module + A, module + B, config.scale(name))
+    for module in modules:
+        name, a, b = module.removeprefix(PREFIX), module + A, module + B
+        found[name] = Pair(a, b, shapes[a], shapes[b], config.scale(name))
     _check_ranks(path, config, found)
     return found
 
@@ -186,15 +189,13 @@ def _read_config(file: Path) -> AdapterConfig:
 
 def _check_ranks(path: Path, config: AdapterConfig, pairs: dict[str, Pair]) -> None:
     """Hold the shapes of the matrices against the ranks of the configuration, which give the factors."""
-    with open_weights(path) as file:
-        for module, pair in pairs.items():
-            a, b = (tuple(file.get_slice(name).get_shape()) for name in (pair.a, pair.b))
-            rank = config.rank(module)
-            if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank:
-                raise RequestError(
-                    f"{path}: {module} has lora_A {list(a)} and lora_B {list(b)}, and {CONFIG_FILE} says rank {rank}: "
-                    "save the adapter again"
-                )
+    for module, pair in pairs.items():
+        a, b, rank = pair.a_shape, pair.b_shape, config.rank(module)
+        if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank:
+            raise RequestError(
+                f"{path}: {module} has lora_A {list(a)} and lora_B {list(b)}, and {CONFIG_FILE} says rank {rank}: "
+                "save the adapter again"
+            )
 
 
 def _check_shapes(path: Path, pairs: dict[str, Pair], shapes: Shapes, max_rank: int) -> None:
@@ -203,16 +204,15 @@ def _check_shapes(path: Path, pairs: dict[str, Pair], shapes: Shapes, max_rank: 
             f"{path} adapts {_some(unknown)}, which this model does not have or adapters do not change: they change "
             f"{ADAPTABLE}, of attention and of MLPs that are no experts"
         )
-    with open_weights(path) as file:
-        for module, pair in pairs.items():
-            a, b = (tuple(file.get_slice(name).get_shape()) for name in (pair.a, pair.b))
-            if a[0] > max_rank:
-                raise RequestError(f"{path}: {module} has rank {a[0]}: max_lora_rank={max_rank} allows less, raise it")
-            if (b[0], a[1]) != shapes[module]:
-                raise RequestError(
-                    f"{path}: {module} has lora_A {list(a)} and lora_B {list(b)}, and the model's matrix is "
-                    f"{list(shapes[module])}: it is an adapter of another model"
-                )
+    for module, pair in pairs.items():
+        a, b = pair.a_shape, pair.b_shape
+        if a[0] > max_rank:
+            raise RequestError(f"{path}: {module} has rank {a[0]}: max_lora_rank={max_rank} allows less, raise it")
+        if (b[0], a[1]) != shapes[module]:
+            raise RequestError(
+                f"{path}: {module} has lora_A {list(a)} and lora_B {list(b)}, and the model's matrix is "
+                f"{list(shapes[module])}: it is an adapter of another model"
+            )
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -23,7 +23,7 @@ from kvllm.structured.compile import Grammars
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.features import add_features
-from kvllm.worker.features.base import WorkerParts
+from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
 from kvllm.worker.launched import Launched
 from kvllm.worker.loaded_adapters import LoadedAdapters
@@ -80,7 +80,7 @@ class ModelRunner:
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
         self.forward_pass = ForwardPass(worker, samples=samples)
-        self._reporting = [feature for feature in self.features if not feature.overlaps]
+        self._overlaps = all(feature.overlaps for feature in self.features)
         self._last = Launched()
         self._batches = BatchKeeper()
         self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.cache.shape.bytes_per_block if draft else 0)
@@ -105,7 +105,7 @@ class ModelRunner:
     def follows(self, plan: StepPlan) -> bool:
         """Whether a plan can be prepared while the one that was prepared last is run, because it touches nothing that
         this one still needs."""
-        return self._batches.keeps(plan) and not (self.forward_pass.graphs or self._reporting)
+        return self._batches.keeps(plan) and self._overlaps and not self.forward_pass.graphs
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> Run:
@@ -143,14 +143,16 @@ class ModelRunner:
                     # The next step is probably one more token of each, and this one still runs.
                     self.forward_pass.graphs.prepare_ahead(batch.states)
                 prompts = self.forward_pass.reports.take()
-                complete = partial(self._complete, plan) if self._reporting or plan.drafts else None
+                reporting = [feature for feature in self.features if feature.reports(plan)]
+                complete = partial(self._complete, reporting, plan) if reporting else None
                 self._last = Launched(*sampled, clock, event_bytes, prompts, complete, batch)
                 return self._last
 
         return run
 
-    def _complete(self, plan: StepPlan, result: StepResult) -> None:
-        for feature in self.features:
+    @staticmethod
+    def _complete(reporting: list[StepFeature], plan: StepPlan, result: StepResult) -> None:
+        for feature in reporting:
             feature.after_pass(plan, result)
 
     # Sequences

@@ -181,8 +181,9 @@ class Dispatcher:
                     branched += self._branch(replica, seq)
                 seq.token_ids.append(token.token_id)
                 received.append((seq, token))
-        sampled = {seq_id for seq_id, _ in step.tokens}
-        received += [(seq, FAILED) for seq in branched if seq.seq_id not in sampled]
+        if branched:
+            sampled = {seq_id for seq_id, _ in step.tokens}
+            received += [(seq, FAILED) for seq in branched if seq.seq_id not in sampled]
         for ended in step.ended:
             if seq := placed.get(ended.seq_id):
                 seq.preemptions += ended.preemptions

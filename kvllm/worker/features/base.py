@@ -79,8 +79,7 @@ class StepFeature(ABC):
 
     tensors: that it has among the inputs of every step.
     captures: whether a graph may hold the passes that `before_pass` says nothing about.
-    overlaps: whether a plan may be prepared, while the pass of the one before it runs. What does not is asked to add to
-        the result of a step (`after_pass`), which is then made before the next plan changes anything.
+    overlaps: whether a plan may be prepared, while the pass of the one before it runs.
     """
 
     tensors: tuple[StepTensor, ...] = ()
@@ -156,8 +155,13 @@ class StepFeature(ABC):
         """A sequence branches after a pass, before it was ever compressed."""
         self.restore(child, self.save(parent))
 
+    def reports(self, plan: StepPlan) -> bool:
+        """Whether it is asked to add to the result of a plan, which is then made before the next one changes
+        anything."""
+        return not self.overlaps
+
     def after_pass(self, plan: StepPlan, result: StepResult) -> None:
-        """Add to the result of a plan, whose pass has run."""
+        """Add to the result of a plan that it reports on, whose pass has run."""
 
     # Sequences that go to the host and come back
 

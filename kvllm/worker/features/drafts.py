@@ -60,9 +60,10 @@ class Drafts(StepFeature):
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> None:
         self._batch = batch
 
+    def reports(self, plan: StepPlan) -> bool:
+        return bool(plan.drafts)
+
     def after_pass(self, plan: StepPlan, result: StepResult) -> None:
-        if not plan.drafts:
-            return
         assert self._batch
         self._batch.take_tokens()
         new, texts = _new_tokens(plan, result), list[Text]()
