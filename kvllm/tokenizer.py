@@ -38,7 +38,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     checkpoint = open_checkpoint(path)
     try:
-        return Tokenizer(checkpoint.read_tokenizer(), checkpoint.eos_tokens())
+        hf = checkpoint.read_tokenizer()
+        return Tokenizer(hf, checkpoint.eos_tokens(hf))
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json

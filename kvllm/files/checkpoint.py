@@ -69,8 +69,8 @@ class Checkpoint(Protocol):
         """May raise whatever transformers and tokenizers do."""
         ...
 
-    def eos_tokens(self) -> list[str]:
-        """Texts of tokens that end a text, beside the tokenizer's own."""
+    def eos_tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Texts of tokens of its tokenizer that end a text, beside those that the tokenizer names."""
         ...
 
 

@@ -68,7 +68,7 @@ class CheckpointDirectory:
 
         return read_tokenizer(self.path)
 
-    def eos_tokens(self) -> list[str]:
+    def eos_tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         from kvllm.tokenizer_files import eos_tokens
 
         return list(eos_tokens(self.path))

@@ -52,8 +52,10 @@ class GemmaLayer(DecoderLayer):
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
-        self.attention_output_norm = torch.empty_like(self.post_attention_norm)
-        self.mlp_output_norm = torch.empty_like(self.post_attention_norm)
+        # Not empty_like: on the meta device it imports sympy, which takes half a second.
+        size = self.post_attention_norm.shape
+        self.attention_output_norm = self.post_attention_norm.new_empty(size)
+        self.mlp_output_norm = self.post_attention_norm.new_empty(size)
 
     def norms(self) -> dict[str, torch.Tensor | None]:
         return {

@@ -24,7 +24,8 @@ def scales_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ..
 def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[n, in_features]` as the CPU's kernels read them (csrc/cpu/linear.h).
 
-    Returns the integers, of `packed_shape`, and the scales, of `scales_shape`. The last tile is filled up with zeros.
+    Returns the integers, of `packed_shape`, and the scales, of `scales_shape`: views to be copied, not contiguous. The
+    last tile is filled up with zeros.
     """
     held = rows.held_as(form)
     if form.bits == 4:
@@ -42,7 +43,7 @@ def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
     missing = -len(rows) % TILE
     if missing:
         rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-    return rows.unflatten(0, (-1, TILE)).movedim(1, place + 1).contiguous()
+    return rows.unflatten(0, (-1, TILE)).movedim(1, place + 1)
 
 
 def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, form: GroupForm, indices: torch.Tensor) -> torch.Tensor:

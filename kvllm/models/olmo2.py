@@ -57,7 +57,7 @@ class Olmo2Layer(DecoderLayer):
     def __init__(self, config: ModelConfig, *arguments: Any) -> None:
         super().__init__(config, *arguments)
         self.input_norm = None
-        self.mlp_output_norm = torch.empty_like(self.post_attention_norm)
+        self.mlp_output_norm = self.post_attention_norm.new_empty(config.hidden_size)
 
     def norms(self) -> dict[str, torch.Tensor | None]:
         return {

@@ -87,10 +87,10 @@ class GGUFCheckpoint:
         except CheckpointError as error:
             raise _with_file(self.path, error) from None
 
-    def eos_tokens(self) -> list[str]:
+    def eos_tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         from kvllm.files.gguf.tokenizer import eos_tokens
 
-        return eos_tokens(self.header.metadata)
+        return eos_tokens(tokenizer)
 
     def _check_types(self) -> None:
         from kvllm.files.gguf.tensors import TYPES

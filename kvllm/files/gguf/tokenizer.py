@@ -93,11 +93,9 @@ def read_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
     return hf
 
 
-def eos_tokens(metadata: dict[str, Any]) -> list[str]:
+def eos_tokens(hf: PreTrainedTokenizerBase) -> list[str]:
     """Texts of tokens that end a text or a turn. With gpt-oss, "<|end|>" ends a part of a turn alone."""
-    tokens = _strings(metadata, "tokens")
-    types = _array(metadata, "token_type", len(tokens))
-    found = {token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL}.intersection(END_TOKENS)
+    found = {token.content for token in hf.added_tokens_decoder.values() if token.special}.intersection(END_TOKENS)
     return sorted(found - {"<|end|>"} if "<|return|>" in found else found)
 
 
