@@ -19,16 +19,12 @@ from msgspec import Struct
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.capacity import check_pool
-from kvllm.core.protocol import StepPlan, StepResult
-from kvllm.core.scheduler import Scheduler
+from kvllm.core.protocol import SampledToken
 from kvllm.core.sequence import Sequence, ServiceClass
-from kvllm.sampling_params import SamplingParams
 from kvllm.simulation.cost import CostModel
-from kvllm.simulation.executor import SimulatedExecutor, SimulatedSeconds
+from kvllm.simulation.executor import SimulatedSeconds
+from kvllm.simulation.machine import SimulatedMachine, new_sequence
 from kvllm.simulation.workload import Lengths
-from kvllm.stats import EngineStats
-
-GREEDY = SamplingParams(temperature=0)
 
 
 class Distribution(Struct, frozen=True):
@@ -118,7 +114,7 @@ def simulate(
     """
     config = msgspec.structs.replace(config, enable_prefix_caching=False)
     check_pool(config)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         return _Simulation(config, cost, lengths, arrivals, tenants or [""] * len(lengths), recalled_pairs).run()
 
 
@@ -136,16 +132,13 @@ class _Simulation:
         self.cost = cost
         self.lengths = lengths
         self.arrivals = arrivals
-        self.stats = EngineStats(num_blocks=config.num_blocks)
-        self.scheduler = Scheduler(config, self.stats)
-        self.executor = SimulatedExecutor(cost, config, recalled_pairs)
+        self.machine = SimulatedMachine(config, cost, recalled_pairs)
         self.service_classes = {tenant: ServiceClass(tenant=tenant) for tenant in tenants}
         self.coming = {tenant: deque[int]() for tenant in tenants}
         for index, tenant in enumerate(tenants):
             self.coming[tenant].append(index)
         self.left = len(lengths)  # requests that have not arrived
         self.now = arrivals[0]
-        self._launched: StepPlan | None = None  # the step that was planned ahead
         self.output_tokens = 0
         self.latency = 0.0
         self.first_tokens = [0.0] * len(lengths)
@@ -155,57 +148,32 @@ class _Simulation:
         self.peak_host_blocks = 0
 
     def run(self) -> Outcome:
-        while self.left or self._launched or self.scheduler.has_unfinished:
-            if not self._launched and not self.scheduler.has_unfinished:
+        while self.left or self.machine.has_work:
+            if not self.machine.has_work:
                 self.now = max(self.now, min(self.arrivals[coming[0]] for coming in self.coming.values() if coming))
             self._add_arrived()
-            before = self.executor.seconds.total
-            self.executor.planned_ahead = self._launched is not None
-            plan = self._launched or self.scheduler.schedule()
-            self.scheduler.advance(plan)
-            self._launched = self._plan_ahead()
-            result = self.executor.execute(plan)
-            self.now += self.executor.seconds.total - before
-            self._receive(plan, result)
+            self.now += self.machine.begin_step()
+            self._receive(self.machine.end_step())
         return self._outcome()
-
-    def _plan_ahead(self) -> StepPlan | None:
-        """The step after one that runs. What arrives meanwhile joins the one after it."""
-        if not self.config.async_scheduling or self.scheduler.waits_for_loads:
-            return None
-        self.scheduler.finish_longest()
-        return self.scheduler.schedule() if self.scheduler.has_unfinished else None
 
     def _add_arrived(self) -> None:
         """Queue what has arrived; of each tenant no more than a step can admit, so that few prompts are in memory at a
         time."""
         for tenant, coming in self.coming.items():
             while coming and self.arrivals[coming[0]] <= self.now:
-                if self.scheduler.waiting.num_waiting(tenant) >= self.config.max_num_seqs:
+                if self.machine.scheduler.waiting.num_waiting(tenant) >= self.config.max_num_seqs:
                     break
                 self.left -= 1
                 self._add(coming.popleft(), self.service_classes[tenant])
 
     def _add(self, index: int, service_class: ServiceClass) -> None:
         prompt, output = self.lengths[index]
-        tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
-        seq = Sequence(
-            index,
-            str(index),
-            [0] * prompt,
-            GREEDY,
-            max_length=prompt + output,
-            tail_start=tail_start,
-            service_class=service_class,
-        )
-        self.scheduler.longest_of(seq)
-        self.scheduler.add(seq)
+        self.machine.add(new_sequence(self.config, index, [0] * prompt, output, service_class))
 
-    def _receive(self, plan: StepPlan, result: StepResult) -> None:
-        """Let the scheduler account for the step, and end the sequences that have all of their tokens."""
-        sampled = self.scheduler.receive(plan, result)
+    def _receive(self, sampled: Sequences[tuple[Sequence, SampledToken]]) -> None:
+        """Account for the tokens of a step."""
         self.output_tokens += len(sampled)
-        self.peak_host_blocks = max(self.peak_host_blocks, self.stats.host_blocks_in_use)
+        self.peak_host_blocks = max(self.peak_host_blocks, self.machine.stats.host_blocks_in_use)
         for seq, _ in sampled:
             num_tokens = len(seq.token_ids)
             if num_tokens == seq.prompt_length + 1:
@@ -216,12 +184,11 @@ class _Simulation:
             if num_tokens == seq.max_length:
                 self.latency += self.now - self.arrivals[seq.seq_id]
                 self.preempted[seq.seq_id] = seq.preemptions
-                self.scheduler.finish(seq)
 
     def _outcome(self) -> Outcome:
-        stats = self.stats
+        stats, executor = self.machine.stats, self.machine.executor
         running = [running for running, _ in stats.timeline]
-        recall, devices = self.executor.recall, self.cost.devices
+        recall, devices = executor.recall, self.cost.devices
         block_bytes = devices * self.cost.host_block_bytes(self.config)
         host_bytes = block_bytes * self.peak_host_blocks
         if recall:
@@ -231,7 +198,7 @@ class _Simulation:
             prompt_tokens=sum(prompt for prompt, _ in self.lengths),
             output_tokens=self.output_tokens,
             seconds=self.now - self.arrivals[0],
-            phases=self.executor.seconds,
+            phases=executor.seconds,
             mean_latency=self.latency / len(self.lengths),
             mean_first_token=sum(self.first_tokens) / len(self.lengths),
             inter_token=Distribution.of(self.inter_token),
@@ -260,11 +227,11 @@ class _Simulation:
     def _exchange_bytes(self, compression: CompressionConfig) -> int:
         """Bytes of a KV pair that comes back and of one that makes way, in all layers."""
         both = self.cost.kv_pair_bytes + self.cost.pair_bytes(compression.recall_dtype)
-        return self.cost.devices * self.executor.layers * both
+        return self.cost.devices * self.machine.executor.layers * both
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Plans are made of many small objects and no cycles: the collector would walk them again and again for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()

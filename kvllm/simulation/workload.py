@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate, cycle, islice
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 from msgspec import Struct
@@ -19,11 +19,24 @@ from kvllm.errors import ConfigError
 
 Lengths = tuple[int, int]
 """Tokens of a prompt, tokens of its output."""
-_TimedLengths = tuple[int, int, float | None]
-"""Lengths, and seconds at which the request arrived, where the trace says."""
+
+
+class TraceRequest(NamedTuple):
+    """A request of a trace. time: seconds at which it arrived; None where the trace does not say.
+
+    prefix: numbers of what is in each MOONCAKE_BLOCK tokens of the prompt; two prompts that begin with the same
+    numbers begin with the same tokens. Empty where the trace does not say.
+    """
+
+    prompt: int
+    output: int
+    time: float | None
+    prefix: Sequence[int] = ()
+
 
 AZURE = ("ContextTokens", "GeneratedTokens")
 MOONCAKE = ("input_length", "output_length")
+MOONCAKE_BLOCK = 512
 
 
 class SyntheticWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,8 +115,8 @@ def read_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[
     Returns: at most `num_prompts` lengths (None: all), and how many requests before the last of them were left out
         because they have more than `longest` tokens or generate none.
     """
-    requests, left_out = _read_requests(path, num_prompts, longest)
-    return [(prompt, output) for prompt, output, _ in requests], left_out
+    requests, left_out = read_requests(path, num_prompts, longest)
+    return [each[:2] for each in requests], left_out
 
 
 def read_timed_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[Lengths], list[float]]:
@@ -111,23 +124,23 @@ def read_timed_trace(path: Path, num_prompts: int | None, longest: int) -> tuple
 
     Raises ConfigError if a request has no time: TIMESTAMP (date and time) in a CSV, timestamp (milliseconds) in JSONL.
     """
-    requests, _ = _read_requests(path, num_prompts, longest)
-    times = [time for _, _, time in requests if time is not None]
+    requests, _ = read_requests(path, num_prompts, longest)
+    times = [each.time for each in requests if each.time is not None]
     if len(times) < len(requests):
         raise ConfigError(f"{path} has requests without the time of their arrival: leave out --self-timed")
     order = sorted(range(len(times)), key=times.__getitem__)
     return [requests[i][:2] for i in order], [times[i] - times[order[0]] for i in order]
 
 
-def _read_requests(path: Path, num_prompts: int | None, longest: int) -> tuple[list[_TimedLengths], int]:
-    requests: list[_TimedLengths] = []
+def read_requests(path: Path, num_prompts: int | None, longest: int) -> tuple[list[TraceRequest], int]:
+    """The first requests of a trace, in its order; arguments and second result as for `read_trace`."""
+    requests: list[TraceRequest] = []
     left_out = 0
     with open_text(path) as file:
         for request in _jsonl_requests(path, file) if path.suffix == ".jsonl" else _csv_requests(path, file):
             if len(requests) == num_prompts:
                 break
-            prompt, output, _ = request
-            if prompt >= 1 and output >= 1 and prompt + output <= longest:
+            if request.prompt >= 1 and request.output >= 1 and request.prompt + request.output <= longest:
                 requests.append(request)
             else:
                 left_out += 1
@@ -143,14 +156,14 @@ def open_text(path: Path) -> TextIO:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _csv_requests(path: Path, file: TextIO) -> Iterator[_TimedLengths]:
+def _csv_requests(path: Path, file: TextIO) -> Iterator[TraceRequest]:
     reader = csv.DictReader(file)
     missing = set(AZURE) - set(reader.fieldnames or ())
     if missing:
         raise ConfigError(f"{path} has no column {', '.join(sorted(missing))}: its columns are {reader.fieldnames}")
     for number, row in enumerate(reader, start=2):
         try:
-            yield int(row[AZURE[0]]), int(row[AZURE[1]]), _seconds(row.get("TIMESTAMP") or "")
+            yield TraceRequest(int(row[AZURE[0]]), int(row[AZURE[1]]), _seconds(row.get("TIMESTAMP") or ""))
         except (TypeError, ValueError):
             raise ConfigError(f"{path}, line {number}: {' and '.join(AZURE)} must be numbers") from None
 
@@ -162,14 +175,15 @@ def _seconds(time: str) -> float | None:
         return None
 
 
-def _jsonl_requests(path: Path, file: TextIO) -> Iterator[_TimedLengths]:
+def _jsonl_requests(path: Path, file: TextIO) -> Iterator[TraceRequest]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             time = record.get("timestamp")
-            yield int(record[MOONCAKE[0]]), int(record[MOONCAKE[1]]), None if time is None else float(time) / 1000
+            seconds = None if time is None else float(time) / 1000
+            yield TraceRequest(int(record[MOONCAKE[0]]), int(record[MOONCAKE[1]]), seconds, record.get("hash_ids", ()))
         except (KeyError, TypeError, ValueError):
             raise ConfigError(
                 f"{path}, line {number} must be a JSON object with the numbers {' and '.join(MOONCAKE)}"
