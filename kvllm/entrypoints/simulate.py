@@ -26,6 +26,7 @@ from kvllm.config.engine import SWAP_MODES
 from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
+from kvllm.entrypoints.simulate_fleet import add_fleet_arguments, load_fleet, simulate_fleets
 from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.checkpoint import checkpoint_folder
@@ -115,12 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="several tenants with loads of their own: name=a,rate=2,input_len=500,output_len=200;name=b,..., or .json "
         "or .toml with a list `tenants` of such settings",
     )
+    add_fleet_arguments(parser, load)
     add(
         "--duration",
         type=float,
         default=86400,
         metavar="S",
-        help="with --tenants: seconds of arrivals (default: a day)",
+        help="with --tenants or --trace: seconds of arrivals (default: a day)",
     )
     add("--without", metavar="NAME", help="with --tenants: compare with the same day without this tenant")
     add("--requests", type=int, metavar="N", help="how many; a shorter file is repeated (default: all of the file)")
@@ -166,6 +168,11 @@ def run(args: argparse.Namespace) -> None:
         simulate_tenants(args, cost)
         return
     compression = parse_compression(args.compression)
+    if args.trace or args.replicas > 1:
+        longest, parts = load_fleet(args, longest_request(args, cost))
+        of_fleet = [make_config(args, cost, longest, each) for each in (None, compression)[: 1 + bool(compression)]]
+        print(simulate_fleets(args, cost, of_fleet, parts))
+        return
     workload = load_workload(args.workload, longest_request(args, cost), args.requests)
     arrivals = arrival_times(len(workload.lengths), args.rate)
     config = make_config(args, cost, workload.longest)

@@ -10,6 +10,7 @@ from kvllm.core.sequence import ANONYMOUS, Sequence, ServiceClass
 from kvllm.sampling_params import SamplingParams
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.executor import SimulatedExecutor
+from kvllm.simulation.workload import Lengths
 from kvllm.stats import EngineStats
 
 GREEDY = SamplingParams(temperature=0)
@@ -66,16 +67,22 @@ class SimulatedMachine:
 
 
 def new_sequence(
-    config: EngineConfig, seq_id: int, prompt: list[int], output: int, service_class: ServiceClass = ANONYMOUS
+    config: EngineConfig,
+    seq_id: int,
+    token_ids: list[int],
+    lengths: Lengths,
+    service_class: ServiceClass = ANONYMOUS,
 ) -> Sequence:
-    """A request of which `output` tokens will be generated, whatever they are."""
-    length = len(prompt)
-    return Sequence(
+    """A request that ends with so many tokens, whatever they are. token_ids: its prompt, and any output so far."""
+    prompt, output = lengths
+    seq = Sequence(
         seq_id,
         str(seq_id),
-        prompt,
+        token_ids,
         GREEDY,
-        max_length=length + output,
-        tail_start=tail_start(config, length),
+        max_length=prompt + output,
+        tail_start=tail_start(config, prompt),
         service_class=service_class,
     )
+    seq.prompt_length = prompt
+    return seq

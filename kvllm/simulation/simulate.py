@@ -167,8 +167,8 @@ class _Simulation:
                 self._add(coming.popleft(), self.service_classes[tenant])
 
     def _add(self, index: int, service_class: ServiceClass) -> None:
-        prompt, output = self.lengths[index]
-        self.machine.add(new_sequence(self.config, index, [0] * prompt, output, service_class))
+        lengths = self.lengths[index]
+        self.machine.add(new_sequence(self.config, index, [0] * lengths[0], lengths, service_class))
 
     def _receive(self, sampled: Sequences[tuple[Sequence, SampledToken]]) -> None:
         """Account for the tokens of a step."""

@@ -33,6 +33,10 @@ class TraceRequest(NamedTuple):
     time: float | None
     prefix: Sequence[int] = ()
 
+    @property
+    def lengths(self) -> Lengths:
+        return self.prompt, self.output
+
 
 AZURE = ("ContextTokens", "GeneratedTokens")
 MOONCAKE = ("input_length", "output_length")
@@ -116,7 +120,7 @@ def read_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[
         because they have more than `longest` tokens or generate none.
     """
     requests, left_out = read_requests(path, num_prompts, longest)
-    return [each[:2] for each in requests], left_out
+    return [each.lengths for each in requests], left_out
 
 
 def read_timed_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[Lengths], list[float]]:
@@ -129,7 +133,7 @@ def read_timed_trace(path: Path, num_prompts: int | None, longest: int) -> tuple
     if len(times) < len(requests):
         raise ConfigError(f"{path} has requests without the time of their arrival: leave out --self-timed")
     order = sorted(range(len(times)), key=times.__getitem__)
-    return [requests[i][:2] for i in order], [times[i] - times[order[0]] for i in order]
+    return [requests[i].lengths for i in order], [times[i] - times[order[0]] for i in order]
 
 
 def read_requests(path: Path, num_prompts: int | None, longest: int) -> tuple[list[TraceRequest], int]:

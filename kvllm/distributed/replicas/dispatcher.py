@@ -28,9 +28,11 @@ class Dispatcher:
     counts over all replicas.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: list[int]) -> None:
-        """num_blocks: of the pool of each replica; of the smallest in `config`, for a request may come to any."""
+    def __init__(self, config: EngineConfig, num_blocks: list[int], routing: str = "both") -> None:
+        """num_blocks: of the pool of each replica; of the smallest in `config`, for a request may come to any.
+        routing: see Router."""
         self.config = config
+        self.routing = routing
         self.num_blocks = num_blocks
         self._policy = make_policy(config)
         self.reset([])
@@ -45,6 +47,7 @@ class Dispatcher:
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             shares_prefixes=self.config.shares_prefixes,
+            routing=self.routing,
         )
         self.crowding = Crowding(self.waiting, len(self.num_blocks), self.config.max_num_seqs)
         self._prepaid: dict[int, int] = {}  # by sequence without a first token: what it will be charged for its prompt

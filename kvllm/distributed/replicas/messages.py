@@ -9,6 +9,9 @@ from kvllm.core.regions import Region
 from kvllm.core.snapshot import EngineSnapshot
 from kvllm.stats import EngineStats
 
+REPORT_SECONDS = 0.05
+"""A replica at work reports so often: its steps never wait for it."""
+
 
 class ReplicaSpec(Struct, frozen=True):
     """The first message to a replica, before it loads the model. num_ranks, placement, max_restarts: see RayExecutor.

@@ -21,7 +21,15 @@ from kvllm.core.protocol import SampledToken, SequenceStart
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.distributed.executor import RayExecutor
-from kvllm.distributed.replicas.messages import Compressed, Ended, ReplicaReady, ReplicaSpec, Report, Sampled
+from kvllm.distributed.replicas.messages import (
+    REPORT_SECONDS,
+    Compressed,
+    Ended,
+    ReplicaReady,
+    ReplicaSpec,
+    Report,
+    Sampled,
+)
 from kvllm.distributed.replicas.router import needed_blocks
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestOutput
@@ -31,8 +39,6 @@ from kvllm.tokenizer import load_tokenizer
 from kvllm.worker.build import Loaded, RunnerSettings, available_memory, make_runner
 from kvllm.worker.inline import make_executor
 
-REPORT_SECONDS = 0.05
-"""A replica at work reports so often: its steps never wait for it."""
 SNAPSHOT_SECONDS = 0.25
 """A replica at work takes a snapshot so often."""
 

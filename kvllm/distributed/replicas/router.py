@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvllm.config import require
 from kvllm.core.prefix_cache import block_hash, root_hash
 
 FULLER = 0.25
@@ -13,6 +14,7 @@ HIT_WEIGHT = 4
 """this many times the blocks of the prefix that it has already."""
 SEQUENCES_AHEAD = 2
 """A replica is given this many times the sequences that it runs at once, so that it never waits for the next."""
+ROUTING = ("both", "load", "prefix")
 
 
 def needed_blocks(num_tokens: int, num_sequences: int, block_size: int) -> int:
@@ -27,13 +29,25 @@ class Router:
     lost: replicas that were lost, and have not reported since.
     room: for each replica, the blocks that were free at its last report less those promised since. It falls below zero
         when sequences are preempted. A replica without room gets nothing, so those that are done sooner get more.
+    routing: "load": most free blocks, whatever has the prefix. "prefix": the replica that had the prefix last, however
+        full, as long as it has room. "both": that one, unless it is clearly fuller than the one with most free blocks.
     """
 
-    def __init__(self, num_blocks: Sequence[int], *, block_size: int, max_num_seqs: int, shares_prefixes: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: Sequence[int],
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        shares_prefixes: bool,
+        routing: str = "both",
+    ) -> None:
+        require(routing in ROUTING, "routing", routing, f"choose one of {', '.join(ROUTING)}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_sequences = SEQUENCES_AHEAD * max_num_seqs
-        self.shares_prefixes = shares_prefixes
+        self.shares_prefixes = shares_prefixes and routing != "load"
+        self.routing = routing
         self.room = list(num_blocks)
         self.lost: set[int] = set()
         self.sequences = [0] * len(num_blocks)
@@ -61,7 +75,7 @@ class Router:
         chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
         hashes = self._hashes(token_ids, origin)
         home, hits = self._find(hashes)
-        if home in replicas and not self._clearly_fuller(home, chosen, hits):
+        if home in replicas and (self.routing == "prefix" or not self._clearly_fuller(home, chosen, hits)):
             chosen = home
         self._remember(hashes, chosen)
         self.promise(chosen, len(token_ids), num_sequences)
