@@ -190,6 +190,25 @@ class SimulatedExecutor(BlockingExecutor):
         self.seconds.prefill += prefill_seconds
         return samples
 
+    def decode_steadily(self, seq_ids: list[int], most: int, seconds: float) -> list[float]:
+        """The seconds of steps in which these sequences decode one token each, and nothing else happens: of as many as
+        end within `seconds`, at most `most`. All KV groups are one, and no scores are added up."""
+        count, visible = len(seq_ids), sum(self.cached[seq_id] for seq_id in seq_ids)
+        steps: list[float] = []
+        left = seconds
+        while len(steps) < most:
+            visible += count
+            decode = QueryBatch(count, count, visible, visible)
+            step, _ = self.cost.forward(decode, QueryBatch(), count, planned_ahead=self.planned_ahead)
+            left -= step
+            if left < 0:
+                break
+            steps.append(step)
+        for seq_id in seq_ids:
+            self.cached[seq_id] += len(steps)
+        self.seconds.decode += sum(steps)
+        return steps
+
     def _attend_in_groups(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
         """Add what the scheduled tokens attend in KV groups after the first. In those with a window nothing is
         compressed."""

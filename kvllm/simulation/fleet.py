@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import REPORT_SECONDS, Ended, Report, Sampled
 from kvllm.distributed.replicas.router import needed_blocks
 from kvllm.simulation.cost import CostModel
+from kvllm.simulation.executor import TOKEN
 from kvllm.simulation.failures import Failure
 from kvllm.simulation.machine import SimulatedMachine, new_sequence
 from kvllm.simulation.simulate import Distribution, no_garbage_collection
@@ -112,7 +114,8 @@ def simulate_fleet(
 
 
 class _Replica:
-    """inbox: sequences that it has been sent and not begun. is_called: whether it is at work on a call."""
+    """inbox: sequences that it has been sent and not begun. is_called: whether it is at work on a call, one of `calls`,
+    which ends at `call_ends` at the latest."""
 
     def __init__(self, index: int, machine: SimulatedMachine) -> None:
         self.index = index
@@ -120,6 +123,7 @@ class _Replica:
         self.inbox: list[SequenceStart] = []
         self.is_called = self.is_stepping = False
         self.calls = 0
+        self.call_ends = 0.0
         self.steps: list[Sampled] = []  # not reported
 
     @property
@@ -218,8 +222,9 @@ class _Fleet:
         replica.is_called = True
         replica.calls += 1
         replica.inbox += starts
+        replica.call_ends = self.now + self.report_seconds
         if self.report_seconds:
-            self._at(self.now + self.report_seconds, partial(self._answer, replica, replica.calls))
+            self._at(replica.call_ends, partial(self._answer, replica, replica.calls))
         if not replica.is_stepping:
             self._begin_step(replica)
 
@@ -230,13 +235,33 @@ class _Fleet:
             lengths = self.arrivals[start.seq_id].request.lengths
             replica.machine.add(new_sequence(self.dispatcher.config, start.seq_id, start.token_ids, lengths))
         replica.inbox.clear()
-        if replica.machine.has_work:
-            replica.is_stepping = True
-            seconds = replica.machine.begin_step() * self.slowness[replica.index]
-            self.outcome.busy += seconds
+        slowness = self.slowness[replica.index]
+        if skipped := replica.machine.skip((replica.call_ends - self.now) / slowness):
+            seconds = slowness * sum(skipped)
+            self._at(self.now + seconds, partial(self._end_skip, replica, [slowness * each for each in skipped]))
+        elif replica.machine.has_work:
+            seconds = slowness * replica.machine.begin_step()
             self._at(self.now + seconds, partial(self._end_step, replica))
-        elif replica.is_called:
-            self._answer(replica, replica.calls)
+        else:
+            if replica.is_called:
+                self._answer(replica, replica.calls)
+            return
+        replica.is_stepping = True
+        self.outcome.busy += seconds
+
+    def _end_skip(self, replica: _Replica, steps: list[float]) -> None:
+        """Several steps end of which nobody was told."""
+        if self.replicas[replica.index] is not replica:
+            return
+        replica.is_stepping = False
+        running = [seq.seq_id for seq in replica.machine.scheduler.running]
+        sampled = Sampled([(seq_id, TOKEN) for seq_id in running])
+        replica.steps += [sampled] * len(steps)
+        for seconds in steps:
+            self.outcome.inter_token[round(seconds, 4)] += len(running)
+        for seq_id in running:
+            self.last_tokens[seq_id] = self.now
+        self._begin_step(replica)
 
     def _end_step(self, replica: _Replica) -> None:
         if self.replicas[replica.index] is not replica:
@@ -265,6 +290,8 @@ class _Fleet:
             return
         replica.is_called = False
         report = replica.report()
+        if not self.report_seconds:  # a queue of its own holds what it has no room for
+            report.room = sys.maxsize
         if index in self.draining:
             report.room = 0
         for step in report.steps:
