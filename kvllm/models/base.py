@@ -62,8 +62,7 @@ class Decoder:
         self.logit_cap = config.logit_cap
         self.logit_divisor = config.logit_divisor
         self.attentions = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
-        self.num_query_heads = self.attentions[0].qkv.num_query_heads
-        self.num_kv_heads = self.attentions[0].qkv.num_kv_heads
+        self.num_query_heads, self.num_kv_heads = self.attentions[0].num_query_heads, self.attentions[0].num_kv_heads
         self._places = _places([isinstance(layer.attention, SelfAttention) for layer in layers])
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self.adapters = PassAdapters()

@@ -16,6 +16,7 @@ from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
+from kvllm.models.latent import Latent
 from kvllm.models.mixture import Experts
 from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.nearest import nearest_family
@@ -65,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         divided by it.
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
+    latent: None unless heads share latents: the one KV head and its head_dim are then those of the cache.
     recurrent: None unless other layers hold a state in the place of KV pairs.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
@@ -102,6 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logit_divisor: float = 1.0
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
+    latent: Latent | None = None
     recurrent: RecurrentLayers | None = None
     dtype: str
     bos_token_id: int | None

@@ -60,6 +60,7 @@ def normalized(residual: torch.Tensor, norm: torch.Tensor | None, eps: float) ->
 class SelfAttention:
     """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
+    num_query_heads, num_kv_heads: of this rank.
     cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
     sinks: float32 `[query_heads]`, those of this rank: learned scores of the softmax, where a family has them.
     """
@@ -74,6 +75,7 @@ class SelfAttention:
         self.eps = config.rms_norm_eps
         self.cos_sin = cos_sin
         self.qkv = QKVLinear(config, shard, dtype, device, fused=config.fused_projections)
+        self.num_query_heads, self.num_kv_heads = self.qkv.num_query_heads, self.qkv.num_kv_heads
         self.norm_offset = config.norm_offset
         self.q_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
         self.k_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
@@ -104,7 +106,7 @@ class SelfAttention:
 
     def rotated(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, (query_heads + 2 * kv_heads) * head_dim]`, changed in place -> as `project`."""
-        self._rotate(qkv, positions, self.qkv.num_kv_heads)
+        self._rotate(qkv, positions, self.num_kv_heads)
         queries, keys, values = qkv.split(self.qkv.sizes, 1)
         heads = (-1, self.head_dim)
         return queries.unflatten(1, heads), keys.unflatten(1, heads), values.unflatten(1, heads)
@@ -124,7 +126,7 @@ class SelfAttention:
             heads,
             positions,
             self.cos_sin,
-            self.qkv.num_query_heads,
+            self.num_query_heads,
             num_kv_heads,
             self.head_dim,
             self.q_norm,

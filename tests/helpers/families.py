@@ -9,6 +9,7 @@ from tests.helpers.checkpoints import LINEAR, LLAMA3
 
 SLIDING, FULL, LINEAR_ATTENTION = "sliding_attention", "full_attention", "linear_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 OSS_YARN = {**YARN, "truncate": False}
 MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3 = {"family": "phi3", "pad_token_id": 0}
@@ -43,6 +44,19 @@ GLM4_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.7,
+}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
 }
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VL = {
@@ -144,6 +158,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4-moe": {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2},
     "glm4-moe-other-router": {**GLM4_MOE, "norm_topk_prob": False, "first_k_dense_replace": 2},
+    "deepseek-v3": {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
+    "deepseek-v3-one-group-sharded": {
+        **DEEPSEEK,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "sharded": True,
+    },
+    "glm4-moe-lite": {**DEEPSEEK, "family": "glm4_moe_lite"},
     "granite": {"family": "granite", **MULTIPLIERS},
     "granite-biases-tied": {
         "family": "granite",

@@ -311,7 +311,7 @@ def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], m
         ("gemma", "the nearest is Gemma2ForCausalLM: it reads all keys. Whether they are one, only their code says"),
         ("granitemoe", "the nearest is GraniteForCausalLM: it does not read num_local_experts, num_experts_per_tok"),
         ("qwen2_moe", "the nearest is Qwen3_5MoeForCausalLM: it does not read qkv_bias"),
-        ("deepseek_v3", "has multi-head latent .*nearest is Glm4MoeForCausalLM: it does not read .*; n_group is 8 and"),
+        ("deepseek_v2", "which has experts that softmax chooses .*nearest is DeepseekV3ForCausalLM: it does not read"),
         ("llava", "has images .* nearest is .*: it "),
     ],
 )
@@ -336,7 +336,11 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters has rope_type, beside those of full_",
         ),
-        ("glm4-moe", {"n_group": 2}, "n_group is 2 and topk_group 1: experts are chosen by group"),
+        (
+            "glm4-moe",
+            {"n_group": 3},
+            "n_group is 3 and topk_group 1, but must be groups of at least 2 of the 8 experts",
+        ),
         ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0: an MLP for all tokens of 0 columns"),
         (
             "mistral3-images",
@@ -345,6 +349,11 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
         ),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
+        ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 3, more than 1 of 4 groups have"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave is false"),
+        ("deepseek-v3", {"kv_lora_rank": 0}, "the sizes of latent attention are .* but must be at least 1"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "awq"}}, "quantized by 'awq': kvllm computes fp8"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .* for each of 3 layers"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),
         ("granite4", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned' instead of 'rope'"),
     ],

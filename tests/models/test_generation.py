@@ -36,6 +36,7 @@ CASES = (
     "smollm3",
     "glm4",
     "glm4-moe",
+    "deepseek-v3",
     "granite",
     "granite4",
     "olmo2",
