@@ -11,11 +11,10 @@ import torch
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
-from kvllm.models.experts import ExpertsMLP, make_mlp
+from kvllm.models.experts import SharedExpertMLP, make_mlp
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import Experts, make_experts
-from kvllm.models.parts import GatedMLP
-from kvllm.models.weights import LinearWeight, Packing
+from kvllm.models.weights import LinearWeight
 from kvllm.parallel import Shard
 
 
@@ -43,7 +42,7 @@ class Glm4MoeKeys(SigmoidExpertsKeys, kw_only=True):
     use_qk_norm: bool = False
 
 
-class Glm4MoeMLP(ExpertsMLP):
+class Glm4MoeMLP(SharedExpertMLP):
     """Experts of the largest `sigmoid(router(x)) + bias`; the bias has no part in the sum. The router is of float32.
 
     With groups of experts, those of the best groups alone: the sum of a group's two best counts.
@@ -53,21 +52,9 @@ class Glm4MoeMLP(ExpertsMLP):
         super().__init__(config, shard, dtype, device)
         self.router = LinearWeight(self.experts.count, config.hidden_size, torch.float32, device)
         self.correction = torch.empty(self.experts.count, dtype=torch.float32, device=device)
-        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {
-            **super().weights(prefix),
-            f"{prefix}.gate.e_score_correction_bias": whole(self.correction),
-            **self.shared.weights(f"{prefix}.shared_experts"),
-        }
-
-    def allocate(self, packing: Packing) -> None:
-        super().allocate(packing)
-        self.shared.allocate(packing)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shared.forward(x)
+        return {**super().weights(prefix), f"{prefix}.gate.e_score_correction_bias": whole(self.correction)}
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router.multiply(x.float()).sigmoid()
