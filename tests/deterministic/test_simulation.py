@@ -127,6 +127,14 @@ def test_priorities_let_no_more_adapters_run_than_fit() -> None:
     run_well(first, second, faults=[], max_loras=1)
 
 
+def test_a_text_that_a_replica_cannot_make_ends_its_request() -> None:
+    """It ended in the replica, which reported its token alone: the request waited for ever."""
+    sampling = {"temperature": 0.0, "seed": 4, "max_tokens": 39, "ignore_eos": True, "stop": ["not there"]}
+    for call in range(1, 80, 5):
+        faults = [Fault(kind="text", step=call)]
+        run_well(Arrival(at=0.0, prompt=[3, 4], sampling=sampling), faults=faults, replicas=2, has_text=True)
+
+
 def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False, **more: Any) -> None:
     """more: options of the engine."""
     options = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}
