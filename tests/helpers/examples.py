@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(count: int) -> int:
-    """`count` with pytest's option --long, and a fifth of that without."""
+    """`count` with pytest's option --long, and a twentieth of that without."""
     return max(1, count * settings.default.max_examples // 100)
