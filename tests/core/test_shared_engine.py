@@ -17,7 +17,7 @@ from tqdm import tqdm
 from kvllm import LLM, BeamSearchParams, CompressionConfig, RequestError, SamplingParams
 from kvllm.core.engine import LLMEngine
 from tests.helpers.checkpoints import make_with_package_tokenizer
-from tests.helpers.examples import examples
+from tests.helpers.examples import examples, thinned
 from tests.helpers.interrupts import Trap, chosen_lines
 
 NUM_THREADS = 8
@@ -201,7 +201,7 @@ def test_an_exception_at_a_step_boundary(
     assert number > 1
 
 
-@pytest.mark.parametrize(("path", "method"), BOUNDARIES)
+@pytest.mark.parametrize(("path", "method"), thinned(BOUNDARIES))
 def test_an_exception_beside_the_calls_of_other_threads(llm: LLM, expected: list[Any], path: str, method: str) -> None:
     """It leaves one call at most. The others, and the next ones, have their tokens."""
     for number in (1, 5, 12) if examples(100) == 100 else (5,):
