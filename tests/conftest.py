@@ -25,9 +25,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--long", action="store_true", help="run tests marked long, too, with 20 times the examples"
-    )
+    parser.addoption("--long", action="store_true", help="run tests marked long, too, with 20 times the examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
