@@ -228,7 +228,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     rope = read_rope(keys.rope_keys(), head_dim)
     if not keys.SCALED:
         keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
-        _check_size("max_position_embeddings", keys.max_position_embeddings)
+        check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
     fields = family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
@@ -351,12 +351,13 @@ def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
 
 def _check_sizes(keys: ConfigKeys) -> None:
     for name in LARGEST:
-        _check_size(name, getattr(keys, name))
+        check_size(name, getattr(keys, name))
     if not 0 <= keys.rms_norm_eps <= 1:
         raise CheckpointError(f"rms_norm_eps is {keys.rms_norm_eps}, but must be at least 0 and at most 1")
 
 
-def _check_size(name: str, size: int | None) -> None:
+def check_size(name: str, size: int | None) -> None:
+    """Raise CheckpointError for a size that cannot be. name: a key of LARGEST."""
     if size is not None and not 1 <= size <= LARGEST[name]:
         raise CheckpointError(f"{name} is {size}, but must be at least 1 and at most {LARGEST[name]}")
 
@@ -372,7 +373,7 @@ def _heads(keys: ConfigKeys) -> tuple[int, int, int]:
             f"hidden_size {keys.hidden_size} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
         )
     head_dim = keys.head_dim if keys.head_dim is not None else keys.hidden_size // heads
-    _check_size("head_dim", head_dim)
+    check_size("head_dim", head_dim)
     if head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, but rotary embedding needs a positive even number")
     return heads, kv_heads, head_dim
@@ -389,8 +390,9 @@ def _check_totals(config: ModelConfig) -> None:
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     if recurrent := config.recurrent:
         recurrent.check()
-        width = recurrent.channels + 2 * recurrent.value_heads * (recurrent.value_dim + 1)
-        weights += len(recurrent.indices) * config.hidden_size * (width + 3 * inner)
+        weights += len(recurrent.indices) * config.hidden_size * (4 * recurrent.channels + 3 * inner)
+    if config.num_layers < 1:
+        refuse("no layer has attention")
     if weights > MOST_WEIGHTS:
         raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim

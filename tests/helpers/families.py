@@ -25,6 +25,12 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
+LFM2 = {
+    "initializer_range": 0.15,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", FULL, "conv", "conv", FULL],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -129,6 +135,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **DELTA,
         "shared_expert_intermediate_size": 56,
         "mlp_only_layers": [1],
+    },
+    "lfm2": {**LFM2, "family": "lfm2", "block_multiple_of": 16},
+    "lfm2-moe": {
+        **LFM2,
+        **QWEN_EXPERTS,
+        "family": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", FULL, "conv"],
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
     },
     "smollm3": {"family": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5},
     "smollm3-untied-named-layers": {

@@ -229,7 +229,7 @@ def test_a_config_of_a_model_without_its_head(tmp_path: Path) -> None:
     for architecture in MODELS:
         family = model_family(architecture).model_type
         base = transformers.MODEL_MAPPING[getattr(transformers, architecture).config_class].__name__
-        needed = GRANITE4 if family == "granitemoehybrid" else {}
+        needed = GRANITE4 if family == "granitemoehybrid" else {"layer_types": GRANITE4["layer_types"]}
         make_config(tmp_path, family, architectures=[base], rope_parameters=..., **needed)
         assert load_model_config(tmp_path).architecture == architecture
     edit(tmp_path, architectures=["Gemma3Model"], model_type="gemma3")
@@ -347,6 +347,11 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
             {"text_config": {"model_type": "mamba"}},
             "text_config has model_type 'mamba': of Mistral3F",
         ),
+        ("lfm2", {"conv_bias": True}, "conv_bias is true: convolutions have a bias"),
+        ("lfm2", {"conv_L_cache": 1}, "a convolution sees 1 tokens, but must see 2 to 32"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, "no layer has attention"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of 0, which kvllm does not support"),
+        ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is false: experts are chosen without a bias"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
         ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 3, more than 1 of 4 groups have"),
@@ -425,7 +430,9 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
-READ_KEYS = sorted({key for name in MODELS for key in model_family(name).keys.__struct_fields__} | {"architectures"})
+READ_KEYS = sorted(
+    {key for name in MODELS for key in model_family(name).keys.__struct_encode_fields__} | {"architectures"}
+)
 ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"]
 CHANGES = st.dictionaries(
     st.sampled_from(READ_KEYS), ANY_JSON | st.dictionaries(st.sampled_from(ROPE_KEYS), ANY_JSON), max_size=3

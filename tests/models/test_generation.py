@@ -33,6 +33,8 @@ CASES = (
     "qwen3-moe",
     "qwen3.5",
     "qwen3-next",
+    "lfm2",
+    "lfm2-moe",
     "smollm3",
     "glm4",
     "glm4-moe",

@@ -95,6 +95,21 @@ GLM: dict[str, Any] = {
     "vocab_size": 151552,
 }
 
+LFM2: dict[str, Any] = {
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+
 
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
@@ -294,6 +309,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
         "vocab_size": 248320,
+    },
+    "LFM2-1.2B": {
+        **LFM2,
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": True,
+        "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "model_type": "lfm2",
+        "num_hidden_layers": 16,
+    },
+    "LFM2-8B-A1B": {
+        **LFM2,
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "intermediate_size": 7168,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
     },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"],
@@ -510,6 +551,8 @@ SUPPORTED = {
     "Qwen3-30B-A3B-FP8": (48, 32, 4, 128, False, "bfloat16"),
     "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
     "Qwen3.5-27B": (16, 24, 4, 256, False, "bfloat16"),
+    "LFM2-1.2B": (6, 32, 8, 64, True, "bfloat16"),
+    "LFM2-8B-A1B": (6, 32, 8, 64, True, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
     "OLMo-2-1124-7B": (32, 32, 32, 128, False, "float32"),
     "Olmo-3-1025-7B": (32, 32, 32, 128, False, "bfloat16"),
@@ -553,7 +596,7 @@ def test_supported(tmp_path: Path, name: str) -> None:
     found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
     assert found == SUPPORTED[name]
     assert c.qkv_bias == name.startswith(("Qwen2", "gpt", "GLM-4-", "GLM-4.5"))
-    assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
+    assert c.qk_norm == name.startswith(("Qwen3", "gemma-3", "LFM2"))
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
     assert c.rope.theta == PUBLISHED[name].get("rope_parameters", PUBLISHED[name])["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
@@ -683,6 +726,8 @@ def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> Non
 
 
 WEIGHTS = {
+    "LFM2-1.2B": 1.170e9,
+    "LFM2-8B-A1B": 8.340e9,
     "SmolLM3-3B": 3.075e9,
     "OLMo-2-1124-7B": 7.299e9,
     "Olmo-3-1025-7B": 7.298e9,
