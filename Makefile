@@ -1,6 +1,6 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
-# make test-long   the same with every case and ten times the examples
+# make test-long   the same with every case and twenty times the examples
 # make simulate   the engine under timed traffic and failing parts, on a virtual clock (SECONDS=600, FIRST_SEED=0)
 # make test-sanitizers   the operators for CPUs, up to AVX2, under ASan and UBSan, then under TSan: half an hour
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there

@@ -544,6 +544,6 @@ class EngineArgs:
         )
         allowed += " together choose what comes back: lower it"
         require(value <= heads or not self._engine_config(1, 2).recalls, field, value, allowed)
-        recurrent = {"key heads of linear attention": model.recurrent.key_heads} if model.recurrent else {}
+        recurrent = model.recurrent.shared_out if model.recurrent else {}
         for name, size in {"query heads": model.num_query_heads, **model.mlp_columns, **recurrent}.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")

@@ -25,11 +25,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run tests marked long, too, and try ten times the examples")
+    parser.addoption("--long", action="store_true", help="run tests marked long, too, with 20 times the examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.register_profile("default", max_examples=10, deadline=None)
+    settings.register_profile("default", max_examples=5, deadline=None)
     settings.register_profile("long", max_examples=100, deadline=None)
     settings.load_profile("long" if config.getoption("long") else "default")
 
@@ -58,9 +58,8 @@ def _begins_early(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("long"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:  # a file's tests share its fixtures, so one process runs them
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -44,10 +44,10 @@ def idle(async_llm: AsyncLLM) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        sampled(),
+        pytest.param(sampled(), marks=pytest.mark.long),
         sampled(temperature=0, logprobs=2),
         sampled(n=3),
-        sampled(60, stop=["1", "the"]),
+        pytest.param(sampled(60, stop=["1", "the"]), marks=pytest.mark.long),
         sampled(60, stop=["2"], include_stop_str_in_output=True, n=2),
         sampled(60, ignore_eos=False),
         sampled(60, stop_token_ids=[20, 30, 40]),

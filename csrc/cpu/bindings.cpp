@@ -35,7 +35,9 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("key_resemblance(Tensor keys, float threshold, bool spare_first) -> Tensor");
   m.def("hadamard(Tensor vectors) -> Tensor");
   m.def(
-      "short_convolution(Tensor x, Tensor filter, Tensor(a!) inputs, Tensor query_start_loc, Tensor slots) -> Tensor");
+      "short_convolution(Tensor x, Tensor filter, Tensor(a!) inputs, Tensor query_start_loc, Tensor slots, bool silu) "
+      "-> "
+      "Tensor");
   m.def(
       "gated_delta_rule(Tensor mixed, Tensor decays, Tensor strengths, Tensor(a!) states, Tensor query_start_loc, "
       "Tensor "

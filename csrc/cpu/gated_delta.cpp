@@ -40,7 +40,7 @@ void check_rows(const Tensor& tensor, const char* name) {
 }  // namespace
 
 Tensor short_convolution(const Tensor& x, const Tensor& filter, const Tensor& inputs, const Tensor& query_start_loc,
-                         const Tensor& slots) {
+                         const Tensor& slots, bool silu) {
   const Kernels& kernels = kernels_for(x, "x");
   check_rows(x, "x");
   check_contiguous(filter, "filter", 2);
@@ -68,7 +68,8 @@ Tensor short_convolution(const Tensor& x, const Tensor& filter, const Tensor& in
                                   .out = to + row * channels * element,
                                   .tokens = sequences.starts[sequence + 1] - row,
                                   .taps = taps,
-                                  .channels = channels};
+                                  .channels = channels,
+                                  .silu = silu};
       kernels.convolve(arguments, first, std::min(channels, first + kConvolvedChannels));
     }
   });

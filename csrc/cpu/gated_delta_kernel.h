@@ -8,8 +8,8 @@ namespace {
 
 constexpr float kDeltaEps = 1e-6f;
 
-// Channels begin .. end - 1 of one sequence: each token's last inputs times the filter, then SiLU. `inputs` gets the
-// last ones.
+// Channels begin .. end - 1 of one sequence: each token's last inputs times the filter, then perhaps SiLU. `inputs`
+// gets the last ones.
 template <class T>
 void convolve(const Convolution& arguments, int64_t begin, int64_t end) {
   const int64_t tokens = arguments.tokens, taps = arguments.taps, channels = arguments.channels;
@@ -29,7 +29,8 @@ void convolve(const Convolution& arguments, int64_t begin, int64_t end) {
         const Vec weight = load_up_to(count, filter + tap * channels + channel);
         sum = fma(load_up_to(count, input(token - taps + 1 + tap) + channel), weight, sum);
       }
-      store_up_to(count, out + token * channels + channel, div(sum, add(one, exp(sub(Vec{}, sum)))));
+      if (arguments.silu) sum = div(sum, add(one, exp(sub(Vec{}, sum))));
+      store_up_to(count, out + token * channels + channel, sum);
     }
     for (int64_t i = 0; i + 1 < taps; ++i) {  // ascending: what is read has not been overwritten
       store_up_to(count, inputs + i * channels + channel, load_up_to(count, input(tokens - taps + 1 + i) + channel));

@@ -142,7 +142,8 @@ struct Rotary {
 };
 
 // Tokens of one sequence: rows of x `x_stride` apart, `out` [tokens, channels]. filter: [taps, channels], that of the
-// newest token last. inputs: [taps - 1, channels], those before the first token, then before the next one.
+// newest token last. inputs: [taps - 1, channels], those before the first token, then before the next one. silu: of the
+// results.
 struct Convolution {
   const void* x;
   int64_t x_stride;
@@ -150,6 +151,7 @@ struct Convolution {
   void* inputs;
   void* out;
   int64_t tokens, taps, channels;
+  bool silu;
 };
 
 // Tokens of one head of a sequence. Rows of queries, keys and values are `stride` apart, decays (factors of the state)

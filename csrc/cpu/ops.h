@@ -62,7 +62,7 @@ Tensor hadamard(const Tensor& vectors);
 // `kvllm.models.gated_delta.convolve`: of x `[T, channels]`, a filter `[taps, channels]` and inputs `[slots, taps - 1,
 // channels]`, which are changed, `[T, channels]`.
 Tensor short_convolution(const Tensor& x, const Tensor& filter, const Tensor& inputs, const Tensor& query_start_loc,
-                         const Tensor& slots);
+                         const Tensor& slots, bool silu);
 // `kvllm.models.gated_delta.gated_delta_rule`: mixed `[T, ...]` has the queries and keys of all key heads, then the
 // values; decays are factors. states `[slots, heads, key_dim, value_dim]` are changed. Returns `[T, heads, value_dim]`.
 Tensor gated_delta_rule(const Tensor& mixed, const Tensor& decays, const Tensor& strengths, const Tensor& states,

@@ -37,6 +37,7 @@ def _convolve(
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     PARTS: tl.constexpr,
+    SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     sequence = tl.program_id(0)
@@ -52,7 +53,9 @@ def _convolve(
             weight = tl.load(taps + tap * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
             found = _input(x, inputs, token - TAPS + 1 + tap, begin, slot, channel, mask, STRIDE, WIDTH, TAPS)
             total += weight * found.to(tl.float32)
-        tl.store(out + token * WIDTH + channel, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -70,7 +73,12 @@ def _keep_inputs(
 
 
 def short_convolution(
-    x: torch.Tensor, taps: torch.Tensor, inputs: torch.Tensor, query_start_loc: torch.Tensor, slots: torch.Tensor
+    x: torch.Tensor,
+    taps: torch.Tensor,
+    inputs: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    slots: torch.Tensor,
+    silu: bool,
 ) -> torch.Tensor:
     """`[T, channels]`, whose rows may be apart; taps `[taps, channels]`; inputs `[slots, taps - 1, channels]`, which
     are changed -> contiguous `[T, channels]`."""
@@ -79,7 +87,7 @@ def short_convolution(
     parts = 1 if num_tokens <= num_seqs else _PARTS
     blocks = triton.cdiv(width, _CHANNELS)
     shape = {"STRIDE": x.stride(0), "WIDTH": width, "TAPS": len(taps), "CHANNELS": _CHANNELS, "num_warps": 4}
-    _convolve[(num_seqs, blocks, parts)](out, x, taps, inputs, query_start_loc, slots, PARTS=parts, **shape)
+    _convolve[(num_seqs, blocks, parts)](out, x, taps, inputs, query_start_loc, slots, PARTS=parts, SILU=silu, **shape)
     _keep_inputs[(num_seqs, blocks)](x, inputs, query_start_loc, slots, **shape)
     return out
 

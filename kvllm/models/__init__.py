@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from kvllm.models.base import Family
 
 MODELS = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",
     "MinistralForCausalLM": "ministral",
@@ -38,9 +42,8 @@ CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end whose heads score classes, in place of `ForCausalLM`."""
 
 NOT_COMPUTED = {
-    "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
-    "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
-    "DeepseekV32ForCausalLM": "multi-head latent attention (MLA)",
+    "DeepseekV2ForCausalLM": "experts that softmax chooses by groups, beside latent attention",
+    "DeepseekV32ForCausalLM": "attention to tokens that an indexer chooses",
     "KimiLinearForCausalLM": "linear attention",
     "MambaForCausalLM": "state spaces",
     "Mamba2ForCausalLM": "state spaces",

@@ -52,18 +52,19 @@ class Decoder:
         final_norm: torch.Tensor,
         lm_head: LMHead,
         config: ModelConfig,
+        final_norm_name: str = "norm",
     ) -> None:
         self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
+        self.final_norm_name = final_norm_name
         self.lm_head = lm_head
         self.eps = config.residual_eps
         self.norm_offset = config.norm_offset
         self.logit_cap = config.logit_cap
         self.logit_divisor = config.logit_divisor
         self.attentions = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
-        self.num_query_heads = self.attentions[0].qkv.num_query_heads
-        self.num_kv_heads = self.attentions[0].qkv.num_kv_heads
+        self.num_query_heads, self.num_kv_heads = self.attentions[0].num_query_heads, self.attentions[0].num_kv_heads
         self._places = _places([isinstance(layer.attention, SelfAttention) for layer in layers])
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self.adapters = PassAdapters()
@@ -74,7 +75,7 @@ class Decoder:
         found = self.embedding.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             found |= layer.weights(f"model.layers.{index}")
-        found["model.norm.weight"] = whole(self.final_norm, self.norm_offset)
+        found[f"model.{self.final_norm_name}.weight"] = whole(self.final_norm, self.norm_offset)
         return found | self.lm_head.weights("lm_head")
 
     def allocate(self, packing: Packing) -> None:
@@ -195,6 +196,7 @@ def build_decoder(
     make_recurrent: Callable[..., TokenMixer] | None = None,
     make_mlp: Callable[..., MLP] | None = None,
     make_layer: Callable[..., DecoderLayer] = DecoderLayer,
+    final_norm_name: str = "norm",
 ) -> Decoder:
     """The decoder that all families are, or one with other parts, on one rank.
 
@@ -202,7 +204,7 @@ def build_decoder(
     make_attention: called for each layer with attention, with the arguments of SelfAttention. make_recurrent: for each
         of the others, with these but the last.
     make_mlp: called with a layer's index and the arguments of GatedMLP, which is the default.
-    make_layer: called for each layer with the arguments of DecoderLayer.
+    make_layer: called for each layer with the arguments of DecoderLayer. final_norm_name: in the checkpoint.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
     scales = (config.embedding_scale, config.residual_multiplier)
@@ -225,7 +227,7 @@ def build_decoder(
     ]
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
     tied = config.tie_word_embeddings or not config.generates
-    return Decoder(embedding, layers, final_norm, LMHead(embedding, tied, shard), config)
+    return Decoder(embedding, layers, final_norm, LMHead(embedding, tied, shard), config, final_norm_name)
 
 
 @dataclass(frozen=True)

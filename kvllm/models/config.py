@@ -16,6 +16,7 @@ from kvllm.errors import CheckpointError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
+from kvllm.models.latent import Latent
 from kvllm.models.mixture import Experts
 from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.nearest import nearest_family
@@ -65,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         divided by it.
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
+    latent: None unless heads share latents: the one KV head and its head_dim are then those of the cache.
     recurrent: None unless other layers hold a state in the place of KV pairs.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
@@ -102,6 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logit_divisor: float = 1.0
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
+    latent: Latent | None = None
     recurrent: RecurrentLayers | None = None
     dtype: str
     bos_token_id: int | None
@@ -225,7 +228,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     rope = read_rope(keys.rope_keys(), head_dim)
     if not keys.SCALED:
         keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
-        _check_size("max_position_embeddings", keys.max_position_embeddings)
+        check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
     fields = family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
@@ -348,12 +351,13 @@ def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
 
 def _check_sizes(keys: ConfigKeys) -> None:
     for name in LARGEST:
-        _check_size(name, getattr(keys, name))
+        check_size(name, getattr(keys, name))
     if not 0 <= keys.rms_norm_eps <= 1:
         raise CheckpointError(f"rms_norm_eps is {keys.rms_norm_eps}, but must be at least 0 and at most 1")
 
 
-def _check_size(name: str, size: int | None) -> None:
+def check_size(name: str, size: int | None) -> None:
+    """Raise CheckpointError for a size that cannot be. name: a key of LARGEST."""
     if size is not None and not 1 <= size <= LARGEST[name]:
         raise CheckpointError(f"{name} is {size}, but must be at least 1 and at most {LARGEST[name]}")
 
@@ -369,7 +373,7 @@ def _heads(keys: ConfigKeys) -> tuple[int, int, int]:
             f"hidden_size {keys.hidden_size} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
         )
     head_dim = keys.head_dim if keys.head_dim is not None else keys.hidden_size // heads
-    _check_size("head_dim", head_dim)
+    check_size("head_dim", head_dim)
     if head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, but rotary embedding needs a positive even number")
     return heads, kv_heads, head_dim
@@ -386,8 +390,9 @@ def _check_totals(config: ModelConfig) -> None:
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     if recurrent := config.recurrent:
         recurrent.check()
-        width = recurrent.channels + 2 * recurrent.value_heads * (recurrent.value_dim + 1)
-        weights += len(recurrent.indices) * config.hidden_size * (width + 3 * inner)
+        weights += len(recurrent.indices) * config.hidden_size * (4 * recurrent.channels + 3 * inner)
+    if config.num_layers < 1:
+        refuse("no layer has attention")
     if weights > MOST_WEIGHTS:
         raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -169,6 +169,33 @@ class ExpertsMLP:
         return total.to(out.dtype)
 
 
+class SharedExpertMLP(ExpertsMLP):
+    """A mixture of experts, and one MLP more that computes all tokens.
+
+    SHARED: its name in a checkpoint.
+    """
+
+    SHARED = "shared_experts"
+
+    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, shard, dtype, device)
+        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {**super().weights(prefix), **self.shared.weights(f"{prefix}.{self.SHARED}")}
+
+    def allocate(self, packing: Packing) -> None:
+        super().allocate(packing)
+        self.shared.allocate(packing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.forward_shared(x)
+
+    def forward_shared(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks: what that MLP adds."""
+        return self.shared.forward(x)
+
+
 def make_mlp(layer: int, config: ModelConfig, *arguments: Any, kind: type[ExpertsMLP] = ExpertsMLP) -> MLP:
     """The MLP of a layer: experts of a kind, or one for all tokens. `arguments`: as those of GatedMLP."""
     assert config.experts is not None

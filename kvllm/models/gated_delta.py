@@ -39,13 +39,15 @@ def _implementation(name: str, device: str) -> Callable[..., torch.Tensor]:
     return globals()[f"torch_{name}"]
 
 
-def convolve(x: torch.Tensor, taps: torch.Tensor, step: RecurrentStep, layer: int) -> torch.Tensor:
-    """Each channel's last inputs times the taps, then SiLU: `[T, channels]` -> the same, contiguous.
+def convolve(
+    x: torch.Tensor, taps: torch.Tensor, step: RecurrentStep, layer: int, *, silu: bool = True
+) -> torch.Tensor:
+    """Each channel's last inputs times the taps, then perhaps SiLU: `[T, channels]` -> the same, contiguous.
 
     taps: `[taps, channels]`, that of the newest token last. layer: among the recurrent ones.
     """
     run = _implementation("short_convolution", x.device.type)
-    return run(x, taps, step.states.inputs[layer], step.query_start_loc, step.slots)
+    return run(x, taps, step.states.inputs[layer], step.query_start_loc, step.slots, silu)
 
 
 def gated_delta_rule(
@@ -75,13 +77,19 @@ def _sequences(query_start_loc: torch.Tensor, slots: torch.Tensor) -> Iterator[t
 
 
 def torch_short_convolution(
-    x: torch.Tensor, taps: torch.Tensor, inputs: torch.Tensor, query_start_loc: torch.Tensor, slots: torch.Tensor
+    x: torch.Tensor,
+    taps: torch.Tensor,
+    inputs: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    slots: torch.Tensor,
+    silu: bool,
 ) -> torch.Tensor:
     out = torch.empty_like(x)
     for slot, begin, end in _sequences(query_start_loc, slots):
         known = torch.cat((inputs[slot], x[begin:end]))
         inputs[slot] = known[end - begin :]
-        out[begin:end] = F.silu(F.conv1d(known.T, taps.T.unsqueeze(1), groups=taps.shape[1]).T)
+        sums = F.conv1d(known.T, taps.T.unsqueeze(1), groups=taps.shape[1]).T
+        out[begin:end] = F.silu(sums) if silu else sums
     return out
 
 

@@ -8,24 +8,19 @@ from typing import Any
 import msgspec
 import torch
 
+from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
-from kvllm.models.experts import ExpertsMLP, make_mlp
+from kvllm.models.experts import SharedExpertMLP, make_mlp
 from kvllm.models.layers import Weight, whole
-from kvllm.models.mixture import make_experts
-from kvllm.models.parts import GatedMLP
-from kvllm.models.weights import LinearWeight, Packing
+from kvllm.models.mixture import Experts, make_experts
+from kvllm.models.weights import LinearWeight
 from kvllm.parallel import Shard
 
 
-class Glm4MoeKeys(ConfigKeys, kw_only=True):
-    PARTIAL = True
-    DEFAULT_PARTIAL = 0.5
+class SigmoidExpertsKeys(ConfigKeys, kw_only=True):
+    """The keys of experts that sigmoids choose."""
 
-    num_key_value_heads: int | None = 8
-    rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
-    use_qk_norm: bool = False
     n_routed_experts: int = 128
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
@@ -37,41 +32,60 @@ class Glm4MoeKeys(ConfigKeys, kw_only=True):
     topk_group: int = 1
 
 
-class Glm4MoeMLP(ExpertsMLP):
-    """Experts of the largest `sigmoid(router(x)) + bias`; the bias has no part in the sum. The router is of float32."""
+class Glm4MoeKeys(SigmoidExpertsKeys, kw_only=True):
+    PARTIAL = True
+    DEFAULT_PARTIAL = 0.5
+
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+
+
+class Glm4MoeMLP(SharedExpertMLP):
+    """Experts of the largest `sigmoid(router(x)) + bias`; the bias has no part in the sum. The router is of float32.
+
+    With groups of experts, those of the best groups alone: the sum of a group's two best counts.
+    """
 
     def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, shard, dtype, device)
         self.router = LinearWeight(self.experts.count, config.hidden_size, torch.float32, device)
         self.correction = torch.empty(self.experts.count, dtype=torch.float32, device=device)
-        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {
-            **super().weights(prefix),
-            f"{prefix}.gate.e_score_correction_bias": whole(self.correction),
-            **self.shared.weights(f"{prefix}.shared_experts"),
-        }
-
-    def allocate(self, packing: Packing) -> None:
-        super().allocate(packing)
-        self.shared.allocate(packing)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shared.forward(x)
+        return {**super().weights(prefix), f"{prefix}.gate.e_score_correction_bias": whole(self.correction)}
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router.multiply(x.float()).sigmoid()
-        experts = (scores + self.correction).topk(self.experts.per_token).indices
+        experts = self._in_best_groups(scores + self.correction).topk(self.experts.per_token).indices
         chosen = scores.gather(1, experts)
         if self.experts.normalized:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
         return chosen * self.experts.scale, experts
 
+    def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[T, experts]`, those of the other groups minus infinity."""
+        if self.experts.groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (self.experts.groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(self.experts.best_groups).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+        return grouped.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
 
-def read(keys: Glm4MoeKeys) -> dict[str, Any]:
-    if keys.n_group != 1 or keys.topk_group != 1:
-        refuse(f"n_group is {keys.n_group} and topk_group {keys.topk_group}: experts are chosen by group")
+
+def read_experts(keys: SigmoidExpertsKeys) -> Experts:
+    """Raises CheckpointError for numbers that cannot be."""
+    groups, best, count = keys.n_group, keys.topk_group, keys.n_routed_experts
+    if not 1 <= best <= groups or (groups > 1 and (count % groups or count // groups < 2)):
+        raise CheckpointError(
+            f"n_group is {groups} and topk_group {best}, but must be groups of at least 2 of the {count} experts, and "
+            "how many of them a token chooses from"
+        )
+    if keys.num_experts_per_tok > best * (count // groups):
+        raise CheckpointError(
+            f"num_experts_per_tok is {keys.num_experts_per_tok}, more than {best} of {groups} groups have"
+        )
     experts = make_experts(
         keys.n_routed_experts,
         keys.num_experts_per_tok,
@@ -82,11 +96,17 @@ def read(keys: Glm4MoeKeys) -> dict[str, Any]:
     shared = keys.n_shared_experts * keys.moe_intermediate_size
     if not 1 <= shared <= 1 << 20:
         refuse(f"n_shared_experts is {keys.n_shared_experts}: an MLP for all tokens of {shared} columns")
-    return {
-        "qkv_bias": keys.attention_bias,
-        "qk_norm": keys.use_qk_norm,
-        "experts": msgspec.structs.replace(experts, scale=keys.routed_scaling_factor, shared_intermediate_size=shared),
-    }
+    return msgspec.structs.replace(
+        experts,
+        scale=keys.routed_scaling_factor,
+        shared_intermediate_size=shared,
+        groups=groups,
+        best_groups=best,
+    )
+
+
+def read(keys: Glm4MoeKeys) -> dict[str, Any]:
+    return {"qkv_bias": keys.attention_bias, "qk_norm": keys.use_qk_norm, "experts": read_experts(keys)}
 
 
 FAMILY = Family(

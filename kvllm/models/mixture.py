@@ -20,6 +20,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: indices of the layers that have an MLP instead.
     scale: probabilities are multiplied by it. shared_intermediate_size: of an MLP beside the experts for all tokens; 0:
         there is none.
+    groups, best_groups: experts in equal groups, and how many of these a token chooses from.
     alpha, limit: of the bounded SwiGLU of gpt-oss. Families look at no more of these than they have.
     """
 
@@ -30,6 +31,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: tuple[int, ...] = ()
     scale: float = 1.0
     shared_intermediate_size: int = 0
+    groups: int = 1
+    best_groups: int = 1
     alpha: float = 1.0
     limit: float = math.inf
 

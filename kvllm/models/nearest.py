@@ -45,7 +45,7 @@ def nearest_family(config: dict[str, Any], refusal: Callable[[str], str | None])
 
 
 def _likeness(config: dict[str, Any], name: str, refusal: str | None) -> Likeness:
-    read = set(model_family(name).keys.__struct_fields__)
+    read = set(model_family(name).keys.__struct_encode_fields__)
     given = [key for key, value in config.items() if value and not key.endswith(ENDINGS)]
     unread = [key[:80] for key in given if key not in read | WITHOUT_EFFECT]
     unlike = 1 - SequenceMatcher(None, str(config.get("architectures")), name).ratio()

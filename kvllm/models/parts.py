@@ -60,11 +60,16 @@ def normalized(residual: torch.Tensor, norm: torch.Tensor | None, eps: float) ->
 class SelfAttention:
     """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
+    num_query_heads, num_kv_heads: of this rank.
     cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
     sinks: float32 `[query_heads]`, those of this rank: learned scores of the softmax, where a family has them.
+
+    OUTPUT, NORMS: names of the output's projection, and of the norms of queries and keys, in a checkpoint.
     """
 
     name = "self_attn"
+    OUTPUT = "o_proj"
+    NORMS = ("q_norm", "k_norm")
     sinks: torch.Tensor | None = None
 
     def __init__(
@@ -74,6 +79,7 @@ class SelfAttention:
         self.eps = config.rms_norm_eps
         self.cos_sin = cos_sin
         self.qkv = QKVLinear(config, shard, dtype, device, fused=config.fused_projections)
+        self.num_query_heads, self.num_kv_heads = self.qkv.num_query_heads, self.qkv.num_kv_heads
         self.norm_offset = config.norm_offset
         self.q_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
         self.k_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
@@ -81,10 +87,10 @@ class SelfAttention:
         self.o = RowLinear(width, config.hidden_size, shard, dtype, device, bias=config.output_bias)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
-        if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset, self.qkv.order)
-            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset, self.qkv.order)
+        found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.{self.OUTPUT}")}
+        for name, norm in zip(self.NORMS, (self.q_norm, self.k_norm), strict=True):
+            if norm is not None:
+                found[f"{prefix}.{name}.weight"] = whole(norm, self.norm_offset, self.qkv.order)
         return found
 
     def allocate(self, packing: Packing) -> None:
@@ -104,7 +110,7 @@ class SelfAttention:
 
     def rotated(self, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, (query_heads + 2 * kv_heads) * head_dim]`, changed in place -> as `project`."""
-        self._rotate(qkv, positions, self.qkv.num_kv_heads)
+        self._rotate(qkv, positions, self.num_kv_heads)
         queries, keys, values = qkv.split(self.qkv.sizes, 1)
         heads = (-1, self.head_dim)
         return queries.unflatten(1, heads), keys.unflatten(1, heads), values.unflatten(1, heads)
@@ -124,7 +130,7 @@ class SelfAttention:
             heads,
             positions,
             self.cos_sin,
-            self.qkv.num_query_heads,
+            self.num_query_heads,
             num_kv_heads,
             self.head_dim,
             self.q_norm,
@@ -157,8 +163,8 @@ class MLP(Protocol):
 class GatedMLP:
     """`down(silu(gate(x)) * up(x))`.
 
-    inner: its size, if not `config.intermediate_size`. name, down: of the part and of one projection in a checkpoint.
-    fused: the name of one tensor of gate and up projection, if there is one.
+    inner: its size, if not `config.intermediate_size`. name, names, down: of the part and of its projections in a
+        checkpoint. fused: the name of one tensor of gate and up projection, if there is one.
     """
 
     def __init__(
@@ -170,13 +176,14 @@ class GatedMLP:
         *,
         inner: int | None = None,
         name: str = "mlp",
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
         fused: str | None = None,
         down: str = "down_proj",
     ) -> None:
         self.name = name
         self._down = down
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
-        names, fused = ("gate_proj", "up_proj"), fused or ("gate_up_proj" if config.fused_projections else None)
+        fused = fused or ("gate_up_proj" if config.fused_projections else None)
         self.gate_up = MergedColumnLinear(hidden, inner, names, shard, dtype, device, bias=bias, fused=fused)
         self.down = RowLinear(inner, hidden, shard, dtype, device, bias=bias)
 

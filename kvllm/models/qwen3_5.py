@@ -16,7 +16,7 @@ from kvllm.models.elementwise import rms_norm
 from kvllm.models.gated_delta import convolve, gated_delta_rule
 from kvllm.models.layers import QKVLinear, RowLinear, Weight, whole
 from kvllm.models.parts import SelfAttention
-from kvllm.models.recurrent import RecurrentLayers
+from kvllm.models.recurrent import delta_layers
 from kvllm.models.rope import TopKeys
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split
@@ -49,13 +49,13 @@ def read(keys: Qwen35Keys) -> dict[str, Any]:
     every = range(keys.num_hidden_layers)
     kinds = keys.layer_types or [LINEAR if (i + 1) % keys.full_attention_interval else FULL for i in every]
     linear = tuple(i for i in every if kinds[i] == LINEAR)
-    recurrent = RecurrentLayers(
-        indices=linear,
-        key_heads=keys.linear_num_key_heads,
-        value_heads=keys.linear_num_value_heads,
-        key_dim=keys.linear_key_head_dim,
-        value_dim=keys.linear_value_head_dim,
-        taps=keys.linear_conv_kernel_dim,
+    recurrent = delta_layers(
+        linear,
+        keys.linear_conv_kernel_dim,
+        keys.linear_num_key_heads,
+        keys.linear_num_value_heads,
+        keys.linear_key_head_dim,
+        keys.linear_value_head_dim,
     )
     return {
         "num_layers": keys.num_hidden_layers - len(linear),

@@ -9,11 +9,10 @@ import torch
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ModelConfig
-from kvllm.models.experts import ExpertsMLP, whole_matrix
+from kvllm.models.experts import SharedExpertMLP, whole_matrix
 from kvllm.models.experts import make_mlp as make_experts_mlp
 from kvllm.models.layers import Weight
 from kvllm.models.mixture import make_experts
-from kvllm.models.parts import GatedMLP
 from kvllm.models.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35Keys
 from kvllm.models.qwen3_5 import read as read_layers
 from kvllm.models.qwen3_moe import dense_layers
@@ -44,32 +43,27 @@ def read(keys: Qwen3NextKeys) -> dict[str, Any]:
     return {**read_layers(keys), "experts": experts}
 
 
-class SharedExpertMLP(ExpertsMLP):
-    """A mixture of experts, and one more for all tokens, which is multiplied by `sigmoid(gate(x))`."""
+class GatedSharedExpertMLP(SharedExpertMLP):
+    """The MLP for all tokens is multiplied by `sigmoid(gate(x))`."""
+
+    SHARED = "shared_expert"
 
     def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, shard, dtype, device)
-        self.shared = GatedMLP(config, shard, dtype, device, inner=self.experts.shared_intermediate_size)
         self.shared_gate = LinearWeight(1, config.hidden_size, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {
-            **super().weights(prefix),
-            **self.shared.weights(f"{prefix}.shared_expert"),
-            f"{prefix}.shared_expert_gate.weight": whole_matrix(self.shared_gate),
-        }
+        return {**super().weights(prefix), f"{prefix}.shared_expert_gate.weight": whole_matrix(self.shared_gate)}
 
     def allocate(self, packing: Packing) -> None:
         super().allocate(packing)
-        self.shared.allocate(packing)
         self.shared_gate.allocate(packing.unquantized)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks."""
-        return super().forward(x) + self.shared_gate.multiply(x).sigmoid() * self.shared.forward(x)
+    def forward_shared(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared_gate.multiply(x).sigmoid() * super().forward_shared(x)
 
 
-make_mlp = partial(make_experts_mlp, kind=SharedExpertMLP)
+make_mlp = partial(make_experts_mlp, kind=GatedSharedExpertMLP)
 
 
 class InTurnsDeltaNet(GatedDeltaNet):

@@ -6,37 +6,55 @@ import msgspec
 
 from kvllm.errors import CheckpointError
 
-LARGEST = {"key_heads": 1 << 11, "value_heads": 1 << 11, "key_dim": 1 << 10, "value_dim": 1 << 10, "taps": 1 << 5}
+LARGEST = {"key_heads": 1 << 11, "value_heads": 1 << 11, "key_dim": 1 << 10, "value_dim": 1 << 10}
 """Bounds of sizes, far above those of any published model."""
+MOST_TAPS = 1 << 5
 
 
 class RecurrentLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Gated DeltaNet layers.
+    """Layers of short convolutions, whose state is their last inputs; in Gated DeltaNet, a matrix of each head as well.
 
-    indices: of these layers among all of the decoder.
-    key_heads, value_heads: of a layer, in the whole model; each key head is that of `value_heads // key_heads` value
-        heads. key_dim, value_dim: numbers of a head. taps: tokens that the convolution before them sees.
+    indices: of these layers among all of the decoder. taps: tokens that the convolution sees. channels: of it, in the
+        whole model.
+    key_heads, value_heads: of a layer of Gated DeltaNet, in the whole model; each key head is that of
+        `value_heads // key_heads` value heads. 0: there are none. key_dim, value_dim: numbers of a head.
     """
 
     indices: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     taps: int
+    channels: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
 
     @property
-    def channels(self) -> int:
-        """Channels of the convolution: those of queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    def shared_out(self) -> dict[str, int]:
+        """What ranks divide among each other, by its name."""
+        if self.key_heads:
+            return {"key heads of linear attention": self.key_heads}
+        return {"channels of convolutions": self.channels}
 
     def check(self) -> None:
         """Raise CheckpointError for sizes that cannot be."""
-        for name, most in LARGEST.items():
-            size, least = getattr(self, name), 2 if name == "taps" else 1
-            if not least <= size <= most:
-                raise CheckpointError(f"{name} of linear attention is {size}, but must be {least} to {most}")
-        if self.value_heads % self.key_heads:
-            raise CheckpointError(
-                f"linear_num_value_heads {self.value_heads} is not a multiple of linear_num_key_heads {self.key_heads}"
-            )
+        if not 2 <= self.taps <= MOST_TAPS:
+            raise CheckpointError(f"a convolution sees {self.taps} tokens, but must see 2 to {MOST_TAPS}")
+
+
+def delta_layers(
+    indices: tuple[int, ...], taps: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> RecurrentLayers:
+    """Layers of Gated DeltaNet, whose channels are those of queries, keys and values of all heads.
+
+    Raises CheckpointError for sizes that cannot be.
+    """
+    sizes = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        if not 1 <= size <= LARGEST[name]:
+            raise CheckpointError(f"{name} of linear attention is {size}, but must be 1 to {LARGEST[name]}")
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
+        )
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    return RecurrentLayers(indices=indices, taps=taps, channels=channels, **sizes)

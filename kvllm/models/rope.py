@@ -67,7 +67,7 @@ class Rope(msgspec.Struct, frozen=True):
 
     def rotated_channels(self, head_dim: int) -> int:
         """Channels of a head that are rotated, the first ones of the checkpoint's."""
-        return int(head_dim * self.partial_factor)
+        return int(head_dim * self.partial_factor + 1e-6)  # the factor may be a quotient
 
     def longest_text(self, max_position_embeddings: int) -> int:
         """Positions of the longest text: more than the config says where the scaling is for longer texts (as vLLM)."""
@@ -217,16 +217,19 @@ def _scaling(kind: str, rope: _Rope, max_position_embeddings: int) -> RopeScalin
     return msgspec.convert({"kind": kind, **values}, RopeScaling) if values else None
 
 
-def _yarn_attention_factor(rope: _Rope) -> float:
-    def strength(scale: float) -> float:
-        assert rope.factor is not None
-        return 1.0 if rope.factor <= 1 else 0.1 * scale * math.log(rope.factor) + 1.0
+def yarn_strength(factor: float, scale: float) -> float:
+    """What YaRN multiplies scores of attention by, twice, for texts `factor` times as long (arXiv 2309.00071, 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(rope: _Rope) -> float:
+    assert rope.factor is not None
     if rope.attention_factor is not None:
         return _attention_factor(rope.attention_factor)
     if rope.mscale and rope.mscale_all_dim:
-        return _attention_factor(strength(rope.mscale) / strength(rope.mscale_all_dim))
-    return strength(1.0)
+        strengths = (yarn_strength(rope.factor, scale) for scale in (rope.mscale, rope.mscale_all_dim))
+        return _attention_factor(next(strengths) / next(strengths))
+    return yarn_strength(rope.factor, 1.0)
 
 
 def _longrope(rope: _Rope, max_position_embeddings: int) -> dict[str, Any]:

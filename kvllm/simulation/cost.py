@@ -120,9 +120,11 @@ class CostModel:
         score_rate = hardware.flops_per_s.get("float32", hardware.flops_per_s[dtype])
         self._score_flops = score_rate * hardware.score_efficiency
         # Weights, in numbers, of this device's part.
-        self.q_weights = model.hidden_size * self.query_heads * model.head_dim
-        self.kv_weights = 2 * model.hidden_size * self.kv_heads * model.head_dim
-        self.attention_weights = 2 * self.q_weights + self.kv_weights  # q, o; k, v
+        if model.latent:
+            self.q_weights, self.attention_weights = model.latent.weights(model.hidden_size, self.query_heads)
+        else:
+            self.q_weights = model.hidden_size * self.query_heads * model.head_dim
+            self.attention_weights = 2 * (self.q_weights + model.hidden_size * self.kv_heads * model.head_dim)
         self.mlp_weights = 3 * model.hidden_size * model.intermediate_size // tensor_parallel_size  # gate, up, down
         count, inner = (model.experts.count, model.experts.intermediate_size) if model.experts else (0, 0)
         shared = model.experts.shared_intermediate_size if model.experts else 0

@@ -17,6 +17,7 @@ from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker.features.residual import KVResidual
 from tests.helpers.attention_cases import KV_HEADS, Case, dense_attention, dense_scores, make_case, make_scored_case
+from tests.helpers.examples import thinned
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -135,7 +136,7 @@ def test_what_is_held_matters() -> None:
     assert rounded > 1e-2 and held < 1e-5
 
 
-@FORMATS
+@pytest.mark.parametrize("name", thinned(KV_FORMATS, 3))
 @DTYPES
 def test_steps_of_one_token_have_the_bits_of_a_chunk(name: str, dtype: torch.dtype) -> None:
     """The rows that are held are those of the tokens before, whatever the steps were."""

@@ -215,7 +215,9 @@ def test_transformers_solves_new_problems_greedily_and_stops() -> None:
     assert grade(problem, tokenizer.decode(generated, skip_special_tokens=True)) == (True, True)
 
 
-@pytest.mark.parametrize(("task", "size"), [("program", 10), ("addition", 8), ("needle", 20)])
+@pytest.mark.parametrize(
+    ("task", "size"), [pytest.param("program", 10, marks=pytest.mark.long), ("addition", 8), ("needle", 20)]
+)
 def test_the_engine_writes_what_transformers_writes(task: str, size: int) -> None:
     problems = held_out(task, size, 3)
     texts = Transformers(CHECKPOINT).answer(problems)

@@ -62,7 +62,7 @@ def compare(model: Path, output: Path, *options: str) -> dict[str, Any]:
 
 
 def test_nothing_is_lost_where_all_is_kept(checkpoint: Path, texts: list[str], tmp_path: Path, capsys) -> None:
-    options = ["--pieces", "2", "--memory", "1", "--methods", "snapkv", "kara", "--needles", "2"]
+    options = ["--pieces", "2", "--memory", "1", "--methods", "snapkv", "kara", "--needles", "1"]
     found = compare(checkpoint, tmp_path, "--text", *texts, *options)
     full = found["variants"]["all pairs"]
     assert [text["kind"] for text in found["texts"]] == ["first", "second"]
@@ -256,7 +256,7 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "2"]
+    options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "1"]
     whole = compare(checkpoint, tmp_path / "whole", *options)
     measure, calls = measurement.Bench.measure, []
 

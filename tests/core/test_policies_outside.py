@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,10 @@ from kvllm import CompressionConfig, ConfigError, Pressure, register_policy
 from kvllm.core.policies import WindowOptions, WindowPolicy
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.packages import run_with_package
+from tests.helpers.processes import ROOT
 
-POLICY = """
-from kvllm import register_policy
-from kvllm.core.policies import WindowOptions, WindowPolicy
-
-
-class Long(WindowOptions, frozen=True, kw_only=True, tag="long"):
-    least: int = 0
-
-
-@register_policy
-class LongPolicy(WindowPolicy[Long]):
-    options_type = Long
-
-    def select(self, decoding, load):
-        return [job for job in self.eligible(decoding) if job[0].logical_length >= self.options.least]
-"""
+BLOCK = re.compile(r"```python\n(.*?class LongPolicy.*?)```", re.DOTALL)
+POLICY = BLOCK.findall((ROOT / "docs" / "add-a-method.md").read_text().rpartition("## A policy")[2])[0]
 ENGINE = """
 import msgspec
 from kvllm import LLM, CompressionConfig, SamplingParams

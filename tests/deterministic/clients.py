@@ -61,7 +61,7 @@ class Clients:
             await task
         except asyncio.CancelledError:
             assert got.left
-        except (RequestError, EngineDeadError, CallbackFailed) as error:
+        except (RequestError, RuntimeError, CallbackFailed) as error:
             got.error = error
         return got
 

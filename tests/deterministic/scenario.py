@@ -48,10 +48,10 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
 class Fault(Struct, kw_only=True, omit_defaults=True):
     """kind: "restart" (the workers are lost before or after a step), "interrupt" (a step is cut short), "row" (one
     sequence cannot be sampled), "engine" (a step raises, and the engine is dead), "clock" (it jumps), "replica" (one is
-    lost), "forget" (the prefix cache is reset).
+    lost), "forget" (the prefix cache is reset), "text" (tokens cannot be decoded), "drain" (the server takes no more).
 
-    step: of the workers, or, for an interrupt of several replicas, of looks for their reports. executed: whether it
-    strikes after the step's work. at: seconds, for the last three.
+    step: of the workers, or, for an interrupt of several replicas, of looks for their reports; for "text", of calls.
+        executed: whether it strikes after the step's work. at: seconds, for the others.
     """
 
     kind: str
@@ -95,7 +95,7 @@ def draw(seed: int) -> Scenario:
     options = draw_options(rng)
     text = rng.random() < 0.3
     replicas = rng.choice([1, 1, 1, 2, 3])
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         options=options,
         arrivals=draw_arrivals(rng, options, text, replicas),
@@ -104,6 +104,8 @@ def draw(seed: int) -> Scenario:
         has_text=text,
         loss=rng.choice([0.0, 0.0, 0.1, 0.5]),
     )
+    scenario.faults += draw_faults_of_text(rng, text)
+    return scenario
 
 
 def draw_options(rng: random.Random) -> dict[str, Any]:
@@ -235,3 +237,9 @@ def draw_faults(rng: random.Random, replicas: int) -> list[Fault]:
             kind = "row"
         faults.append(Fault(kind=kind, step=rng.randint(1, 150), at=rng.random() * 4, executed=rng.random() < 0.5))
     return faults
+
+
+def draw_faults_of_text(rng: random.Random, text: bool) -> list[Fault]:
+    found = [Fault(kind="text", step=rng.randint(1, 200)) for _ in range(rng.choice([0, 0, 1, 2]))]
+    found += [Fault(kind="drain", at=rng.random() * 4)] if rng.random() < 0.2 else []
+    return found if text else []

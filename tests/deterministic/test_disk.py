@@ -118,7 +118,7 @@ def run_disks(directory: Path, count: int) -> tuple[int, int]:
 
 
 def test_nothing_wrong_is_read_from_a_failing_disk(tmp_path: Path) -> None:
-    found, wrong = run_disks(tmp_path, examples(200))
+    found, wrong = run_disks(tmp_path, examples(400))
     assert found > 50 and not wrong
 
 

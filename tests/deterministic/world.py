@@ -23,6 +23,7 @@ from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.errors import EngineDeadError
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
@@ -33,6 +34,7 @@ from tests.helpers.tokenizers import byte_level
 
 MOST_STEPS = 20_000
 CANNOT = "this row cannot be sampled"
+UNREADABLE = "these tokens cannot be decoded"
 
 
 class Outcome(Struct):
@@ -59,6 +61,9 @@ class World:
         self.steps = 0
         self.died = False
         self.broken_rows = 0
+        self.drains = False
+        self._calls = self._unread = 0
+        self._unreadable = {fault.step for fault in scenario.faults if fault.kind == "text"}
         self.trace = hashlib.blake2b(digest_size=8)
         self.failures: list[str] = []
         kinds = ("restart", "row", "engine", *(("interrupt",) if scenario.replicas == 1 else ()))
@@ -74,6 +79,7 @@ class World:
             stack.enter_context(self.clock.installed())
             stack.enter_context(patch.object(kvllm.async_llm, "EngineLoop", loop_class))
             stack.enter_context(patch.object(kvllm.distributed.replicas.replica, "EngineLoop", loop_class))
+            stack.enter_context(patch.object(Tokenizer, "decode", self._failing(Tokenizer.decode)))
             try:
                 loop.run_until_complete(self._main())
             except Exception as error:
@@ -106,9 +112,12 @@ class World:
     async def _main(self) -> None:
         self.llm = self._make_llm()
         args = cast("Any", SimpleNamespace(sampling_defaults={}, enable_lora=False))
-        app = make_app(ServerState(args, ServerOptions(("model",)), self.llm)) if self.scenario.has_text else None
+        app = None
+        if self.scenario.has_text:
+            self.server = ServerState(args, ServerOptions(("model",)), self.llm)
+            app = make_app(self.server)
         for fault in self.scenario.faults:
-            if fault.kind in ("clock", "replica", "forget"):
+            if fault.kind in ("clock", "replica", "forget", "drain"):
                 asyncio.get_running_loop().call_later(fault.at, self._strike, fault.kind)
         clients = Clients(self.llm, app, self.config.max_model_len, self.rng)
         asked = [clients.ask(str(i), arrival) for i, arrival in enumerate(self.scenario.arrivals)]
@@ -129,6 +138,8 @@ class World:
             self.clock.advance(self.rng.choice((1.0, 5000.0)))
         elif kind == "forget":
             self.llm._loop.submit(lambda engine: engine.reset_prefix_cache())
+        elif kind == "drain":
+            self.drains = self.server.admission.is_draining = True
         elif self.scenario.replicas > 1:
             self.rng.choice(self.replicas.replicas).kill()
 
@@ -154,6 +165,17 @@ class World:
             raise Interrupted
         self.died = self.scenario.replicas == 1
         raise RuntimeError("the step has failed")
+
+    def _failing(self, decode: Any) -> Any:
+        """A tokenizer's `decode` that fails at some calls."""
+
+        def fail_at_times(*args: Any, **options: Any) -> str:
+            self._calls += 1
+            if self._calls in self._unreadable:
+                raise RuntimeError(UNREADABLE)
+            return decode(*args, **options)
+
+        return fail_at_times
 
     def _before_receiving(self) -> None:
         self._looks += 1
@@ -211,7 +233,10 @@ class World:
         if isinstance(error, CallbackFailed):
             return arrival.raises_at is not None
         if isinstance(error, EngineDeadError):
-            return self.died
+            return self.died or (self.drains and "shutting down" in str(error))
+        if UNREADABLE in str(error) or "has failed to answer: its log says why" in str(error):
+            self._unread += 1
+            return self._unread <= len(self._unreadable)
         if CANNOT in str(error):
             self.broken_rows -= 1
             return self.broken_rows >= 0

@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.long), "draft_model"])
 def test_replicas_of_ranks_give_the_tokens_of_one_engine_without_drafts(
     ray_cluster, tmp_path: Path, method: str
 ) -> None:

@@ -22,6 +22,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from kvllm.errors import CheckpointError
 from kvllm.sentencepiece_model import merges_of
 from kvllm.tokenizer import load_tokenizer
+from tests.helpers.examples import thinned
 from tests.helpers.tokenizers import CHAT_TEMPLATE, TEXTS, byte_level, sentencepiece_like
 
 try:
@@ -128,7 +129,7 @@ def encodings_of_file(path: Path) -> list[list[int]]:
     return encodings(lambda text, add_special_tokens: backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
-@pytest.mark.parametrize("tiny", TINY)
+@pytest.mark.parametrize("tiny", thinned(TINY, 3))
 def test_the_file_decides(tmp_path: Path, tiny: str) -> None:
     TINY[tiny]().save(str(tmp_path / "tokenizer.json"))
     expected = encodings_of_file(tmp_path)
@@ -139,7 +140,7 @@ def test_the_file_decides(tmp_path: Path, tiny: str) -> None:
         assert encodings(load_tokenizer(tmp_path).encode) == expected, (model_type, kind)
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", thinned(REAL, 3))
 def test_published_files_decide(tmp_path: Path, shared_dir: Path, name: str) -> None:
     """With their own settings, and with those that make transformers encode otherwise."""
     source = shared_dir / "data" / "tokenizers" / name

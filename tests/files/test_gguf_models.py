@@ -29,7 +29,7 @@ NAMES = (
     *("llama-tied", "llama3-rope", "llama-linear-rope-sharded", "llama-yarn", "llama-mha-head-dim", "llama-biases"),
     *("mistral", "mixtral", "qwen2", "qwen2-tied-sharded", "qwen3", "qwen3-tied-sharded", "qwen3-moe"),
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
-    *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3"),
+    *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
 )
 QUANTIZED = (("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4))
 
@@ -44,7 +44,9 @@ def make(path: Path, name: str, type: Any = Type.F32, **options: Any) -> torch.n
 
 
 def _fitting(name: str) -> dict[str, Any]:
-    """What a GGUF file can say: Gemma's scores are scaled by the size of its heads."""
+    """What a GGUF file can say: Gemma's scores are scaled by the size of its heads, and LFM2's MLPs have one."""
+    if name == "lfm2":
+        return {"block_auto_adjust_ff_dim": False}
     return {"query_pre_attn_scalar": 16} if name.startswith("gemma") else {}
 
 

@@ -38,6 +38,11 @@ def pair(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> t
     return directory, file
 
 
+of_the_smallest = pytest.mark.parametrize(
+    "pair", [SMALLEST, pytest.param("gemma-3-270m", marks=pytest.mark.long)], indirect=True, scope="module"
+)
+
+
 def test_tokens_of_texts(pair: tuple[Path, Path]) -> None:
     directory, file = map(load_tokenizer, pair)
     for text in TEXTS:
@@ -49,9 +54,7 @@ def test_tokens_of_texts(pair: tuple[Path, Path]) -> None:
     assert set(directory.eos_token_ids) <= set(file.eos_token_ids)
 
 
-@pytest.mark.parametrize(
-    "pair", [SMALLEST, pytest.param("gemma-3-270m", marks=pytest.mark.long)], indirect=True, scope="module"
-)
+@of_the_smallest
 def test_greedy_tokens(pair: tuple[Path, Path]) -> None:
     encode = load_tokenizer(pair[0]).encode
     prompts = [encode(text) for text in ("1, 2, 3, 4, 5, 6,", "def fibonacci(n):\n", TEXTS[0][:600])]
@@ -63,6 +66,7 @@ def test_greedy_tokens(pair: tuple[Path, Path]) -> None:
     assert found[0] == found[1] and [len(token_ids) for token_ids in found[0]] == [12] * 3
 
 
+@of_the_smallest
 def test_weights_are_bit_for_bit_those_of_transformers(pair: tuple[Path, Path]) -> None:
     directory, file = map(open_checkpoint, pair)
     with directory.open_tensors() as theirs, file.open_tensors() as ours:

@@ -9,6 +9,7 @@ from tests.helpers.checkpoints import LINEAR, LLAMA3
 
 SLIDING, FULL, LINEAR_ATTENTION = "sliding_attention", "full_attention", "linear_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 OSS_YARN = {**YARN, "truncate": False}
 MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3 = {"family": "phi3", "pad_token_id": 0}
@@ -24,6 +25,12 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16}
+LFM2 = {
+    "initializer_range": 0.15,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", FULL, "conv", "conv", FULL],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -43,6 +50,19 @@ GLM4_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.7,
+}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
 }
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VL = {
@@ -116,6 +136,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 56,
         "mlp_only_layers": [1],
     },
+    "lfm2": {**LFM2, "family": "lfm2", "block_multiple_of": 16},
+    "lfm2-moe": {
+        **LFM2,
+        **QWEN_EXPERTS,
+        "family": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", FULL, "conv"],
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+    },
     "smollm3": {"family": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5},
     "smollm3-untied-named-layers": {
         "family": "smollm3",
@@ -144,6 +174,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4-moe": {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2},
     "glm4-moe-other-router": {**GLM4_MOE, "norm_topk_prob": False, "first_k_dense_replace": 2},
+    "deepseek-v3": {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
+    "deepseek-v3-one-group-sharded": {
+        **DEEPSEEK,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "sharded": True,
+    },
+    "glm4-moe-lite": {**DEEPSEEK, "family": "glm4_moe_lite"},
     "granite": {"family": "granite", **MULTIPLIERS},
     "granite-biases-tied": {
         "family": "granite",

@@ -21,6 +21,7 @@ NAMES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -74,10 +75,14 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = config.num_key_value_heads
+    if config.model_type == "lfm2":
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_bos_token_id(config.bos_token_id)
@@ -151,7 +156,8 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
         router = name.endswith((".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"))
-        quantized = parameter.dim() > 1 and "bias" not in name and not router
+        convolution = name.endswith("conv.conv.weight")
+        quantized = parameter.dim() > 1 and "bias" not in name and not router and not convolution
         asked = type if isinstance(type, Type) else type(name)
         kind = fitting(asked, rows.shape[-1]) if quantized else Type.F32
         raw = quantize(rows.contiguous().numpy(), kind)
@@ -175,7 +181,7 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
             raw = permute(raw, config.num_key_value_heads)
         if config.model_type.startswith("gemma") and found.endswith("norm.weight"):
             raw = raw + 1
-        yield found, raw, kind
+        yield found, raw.squeeze(1) if convolution else raw, kind
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:

@@ -57,6 +57,6 @@ class Trap:
 
 
 def chosen_lines(seen: dict[Line, int]) -> list[tuple[Line, int]]:
-    """Lines, each with the number of the hit to raise at: with --long all of them, else one of twenty."""
+    """Lines, each with the number of the hit to raise at: with --long all of them, else one of forty."""
     lines = sorted((line, hit) for line, hits in seen.items() for hit in {1, max(1, hits // 2)})
-    return lines[:: 1 if examples(100) == 100 else 20]
+    return lines[:: 1 if examples(100) == 100 else 40]

@@ -17,20 +17,13 @@ WORST_FORMAT = "int6_int4_hadamard"
 """Keys and values of different widths, of which neither is a byte, and rotated: what kernels do most for."""
 
 
-def launch_tiles() -> None:
-    """What takes other tiles on other architectures: a prefill of 16 bits and one of wide codes, scores of windows."""
+def launch_few() -> None:
+    """Every kernel, each kind of batch, layers with options and float32, once, of one size of heads where it can be."""
     cache, queries = cache_and_queries(torch.bfloat16, 128)
-    launch_step(cache, queries)
     launch_scores(queries, plain=False)
     launch_paged_keys(*cache_and_rows(torch.bfloat16, 256), ints(1, 3))
     launch_quantized(256, [WORST_FORMAT])
-
-
-def launch_few() -> None:
-    """Every kernel, each kind of batch, layers with options and float32, once, of one size of heads where it can be."""
-    launch_tiles()
-    cache, queries = cache_and_queries(torch.bfloat16, 128)
-    for kind in ("holes", "observed", "windows"):
+    for kind in ("plain", "holes", "observed", "windows"):
         launch_step(cache, queries, **KINDS[kind]())
     launch_options(cache, queries, of_two(), 1024)
     launch_operations(cache, queries)
@@ -240,12 +233,13 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
 
 
 def launch_recurrent(dtype: torch.dtype, rows: int) -> None:
-    """Of a layer of Gated DeltaNet: sequences that decode, and a prompt."""
+    """Of a layer of Gated DeltaNet, and of a short convolution: sequences that decode, and a prompt."""
     from kvllm.kernels import gated_delta
 
     x, taps, inputs = (torch.zeros(*size, 6144, dtype=dtype) for size in ((rows,), (4,), (9, 3)))
     controls, states = torch.zeros(rows, 16), torch.zeros(9, 16, 128, 128)
     for num_seqs in (rows, 1):
         starts, slots = ints(num_seqs + 1), ints(num_seqs)
-        gated_delta.short_convolution(x, taps, inputs, starts, slots)
+        for silu in (True, False):
+            gated_delta.short_convolution(x, taps, inputs, starts, slots, silu)
         gated_delta.gated_delta_rule(x, controls, controls, states, starts, slots, 16)

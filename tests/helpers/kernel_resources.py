@@ -31,9 +31,8 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 HEAD_DIMS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (128,)}
 FIGURES = ("registers", "local", "shared")
 """Registers of a thread, its bytes of memory for what these do not hold, bytes of shared memory of a program."""
-SHAPES = ("tiles", "few", "every")
-"""`launch_tiles`, `launch_few`, or every size of head, dtype and format with both, and what numbers of sequences and
-tokens change."""
+SHAPES = ("few", "every")
+"""`launch_few`, or every size of head, dtype and format with it, and what numbers of sequences and tokens change."""
 
 
 def compiled(capability: int, shapes: str, **environment: str) -> list[dict[str, Any]]:
@@ -44,9 +43,8 @@ def compiled(capability: int, shapes: str, **environment: str) -> list[dict[str,
 
 def compile_kernels(capability: int, shapes: str) -> None:
     """Print a description of each variant of a kernel that the launchers ask for."""
-    launch = {"tiles": kernel_launches.launch_tiles, "few": kernel_launches.launch_few}.get(shapes)
     with compiled_alone(capability) as found:
-        launch() if launch else launch_every(capability)
+        kernel_launches.launch_few() if shapes == "few" else launch_every(capability)
     print(json.dumps(list(found.values())))
 
 

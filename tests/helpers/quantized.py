@@ -15,7 +15,20 @@ from tests.helpers.checkpoints import edit, make_checkpoint
 
 Quantize = Callable[[torch.Tensor, torch.Generator], tuple[dict[str, torch.Tensor], torch.Tensor]]
 """A matrix `[out, in]` -> the tensors in its place by the ends of their names, and the matrix that they stand for."""
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 QWEN3 = {"family": "qwen3", "head_dim": 16, "intermediate_size": 128, "num_attention_heads": 4}
 
 

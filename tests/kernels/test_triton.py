@@ -513,6 +513,7 @@ def recurrent_layers() -> None:
     from kvllm.kernels import gated_delta
 
     recurrent_checks.assert_convolves(gated_delta.short_convolution, 300, 4, torch.bfloat16)
+    recurrent_checks.assert_convolves(gated_delta.short_convolution, 40, 3, torch.float32, silu=False)
     recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 1, 3, 8, 12, torch.float32)
     recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 2, 2, 16, 40, torch.bfloat16)
 

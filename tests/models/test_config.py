@@ -229,7 +229,7 @@ def test_a_config_of_a_model_without_its_head(tmp_path: Path) -> None:
     for architecture in MODELS:
         family = model_family(architecture).model_type
         base = transformers.MODEL_MAPPING[getattr(transformers, architecture).config_class].__name__
-        needed = GRANITE4 if family == "granitemoehybrid" else {}
+        needed = GRANITE4 if family == "granitemoehybrid" else {"layer_types": GRANITE4["layer_types"]}
         make_config(tmp_path, family, architectures=[base], rope_parameters=..., **needed)
         assert load_model_config(tmp_path).architecture == architecture
     edit(tmp_path, architectures=["Gemma3Model"], model_type="gemma3")
@@ -311,7 +311,7 @@ def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], m
         ("gemma", "the nearest is Gemma2ForCausalLM: it reads all keys. Whether they are one, only their code says"),
         ("granitemoe", "the nearest is GraniteForCausalLM: it does not read num_local_experts, num_experts_per_tok"),
         ("qwen2_moe", "the nearest is Qwen3_5MoeForCausalLM: it does not read qkv_bias"),
-        ("deepseek_v3", "has multi-head latent .*nearest is Glm4MoeForCausalLM: it does not read .*; n_group is 8 and"),
+        ("deepseek_v2", "which has experts that softmax chooses .*nearest is DeepseekV3ForCausalLM: it does not read"),
         ("llava", "has images .* nearest is .*: it "),
     ],
 )
@@ -336,15 +336,29 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters has rope_type, beside those of full_",
         ),
-        ("glm4-moe", {"n_group": 2}, "n_group is 2 and topk_group 1: experts are chosen by group"),
+        (
+            "glm4-moe",
+            {"n_group": 3},
+            "n_group is 3 and topk_group 1, but must be groups of at least 2 of the 8 experts",
+        ),
         ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0: an MLP for all tokens of 0 columns"),
         (
             "mistral3-images",
             {"text_config": {"model_type": "mamba"}},
             "text_config has model_type 'mamba': of Mistral3F",
         ),
+        ("lfm2", {"conv_bias": True}, "conv_bias is true: convolutions have a bias"),
+        ("lfm2", {"conv_L_cache": 1}, "a convolution sees 1 tokens, but must see 2 to 32"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, "no layer has attention"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of 0, which kvllm does not support"),
+        ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is false: experts are chosen without a bias"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
+        ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 3, more than 1 of 4 groups have"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave is false"),
+        ("deepseek-v3", {"kv_lora_rank": 0}, "the sizes of latent attention are .* but must be at least 1"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "awq"}}, "quantized by 'awq': kvllm computes fp8"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .* for each of 3 layers"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),
         ("granite4", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned' instead of 'rope'"),
     ],
@@ -416,7 +430,9 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
-READ_KEYS = sorted({key for name in MODELS for key in model_family(name).keys.__struct_fields__} | {"architectures"})
+READ_KEYS = sorted(
+    {key for name in MODELS for key in model_family(name).keys.__struct_encode_fields__} | {"architectures"}
+)
 ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"]
 CHANGES = st.dictionaries(
     st.sampled_from(READ_KEYS), ANY_JSON | st.dictionaries(st.sampled_from(ROPE_KEYS), ANY_JSON), max_size=3

@@ -33,9 +33,12 @@ CASES = (
     "qwen3-moe",
     "qwen3.5",
     "qwen3-next",
+    "lfm2",
+    "lfm2-moe",
     "smollm3",
     "glm4",
     "glm4-moe",
+    "deepseek-v3",
     "granite",
     "granite4",
     "olmo2",
@@ -46,6 +49,18 @@ CASES = (
     "gemma3-images",
     "gpt-oss",
 )
+USUAL = (
+    "llama-yarn",
+    "mistral-window",
+    "qwen3-named-windows",
+    "qwen3-moe",
+    "qwen3.5",
+    "smollm3",
+    "phi4-mini",
+    "gemma2",
+    "gpt-oss",
+)
+"""Each kind of layer and of attention once. Logits of all families are compared in test_models.py."""
 COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4}
 
 
@@ -92,6 +107,7 @@ def assert_crowded_and_cached(llm: LLM, prompt: dict, expected: list[int]) -> No
     assert again.metrics.num_cached_tokens == (96 if llm.config.shares_prefixes else 0)
 
 
+@families(*USUAL)
 def test_greedy_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
     assert [len(each) for each in expected] == [NEW_TOKENS] * 8
 
@@ -111,7 +127,7 @@ def compressed_tokens(llm: LLM) -> list[list[int]]:
     return found
 
 
-@families("llama-biases", "qwen3-named-windows", "gemma2", "gpt-oss")
+@families("llama-yarn", "qwen3-named-windows", "gemma2", "gpt-oss")
 def test_compression(checkpoint: Path) -> None:
     """Logits are those of transformers, whose full layers attend what survived; two ranks give the same tokens."""
     model = load_model_config(checkpoint)

@@ -34,6 +34,15 @@ ORDERED_FLOAT32 = pytest.param(
 CPU = torch.device("cpu")
 
 
+OF_EACH_FAMILY = {options["family"]: name for name, options in reversed(FAMILIES.items())}.values()
+
+
+def usual(*others: str) -> list[Any]:
+    """One checkpoint of each family, and others, by default; all with `--long`."""
+    chosen = {*OF_EACH_FAMILY, *others}
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.long) for name in FAMILIES]
+
+
 class RecordingBackend(ReferenceBackend):
     """Keeps the queries of every run."""
 
@@ -81,6 +90,7 @@ def test_logits_equal_transformers(checkpoint: tuple[Path, torch.nn.Module], bac
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("checkpoint", usual("mistral-window"), indirect=True, scope="module")
 def test_recomputed_queries_are_those_of_the_forward_pass(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     model, config = load(checkpoint[0])
     if config.recurrent:
@@ -174,12 +184,15 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
     torch.testing.assert_close(queries, qkv.forward(x)[:, : queries.shape[1]])
 
 
-@pytest.mark.parametrize(
-    ("family", "vocab_size"),
-    [*((family, 256) for family in FAMILIES), ("qwen2", 257), ("qwen3-tied-sharded", 257)],
-)
-def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> None:
-    make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=vocab_size)
+@pytest.mark.parametrize("family", usual("llama-biases", "llama-mha-head-dim"))
+def test_two_ranks_equal_one(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[family])
+    assert_two_ranks_equal_one(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-tied-sharded"])
+def test_two_ranks_share_an_odd_vocabulary(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=257)
     assert_two_ranks_equal_one(tmp_path)
 
 

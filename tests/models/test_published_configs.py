@@ -95,6 +95,21 @@ GLM: dict[str, Any] = {
     "vocab_size": 151552,
 }
 
+LFM2: dict[str, Any] = {
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+
 
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
@@ -295,6 +310,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 248320,
     },
+    "LFM2-1.2B": {
+        **LFM2,
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": True,
+        "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "model_type": "lfm2",
+        "num_hidden_layers": 16,
+    },
+    "LFM2-8B-A1B": {
+        **LFM2,
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "intermediate_size": 7168,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+    },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"],
         "attention_bias": False,
@@ -406,7 +447,94 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "use_qk_norm": False,
     },
-    "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": [154820, 154827, 154829],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
     "gemma-4-31B-it": {"architectures": ["Gemma4ForConditionalGeneration"]},
     "InternVL3-1B-hf": {"architectures": ["InternVLForConditionalGeneration"]},
 }
@@ -423,17 +551,20 @@ SUPPORTED = {
     "Qwen3-30B-A3B-FP8": (48, 32, 4, 128, False, "bfloat16"),
     "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
     "Qwen3.5-27B": (16, 24, 4, 256, False, "bfloat16"),
+    "LFM2-1.2B": (6, 32, 8, 64, True, "bfloat16"),
+    "LFM2-8B-A1B": (6, 32, 8, 64, True, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
     "OLMo-2-1124-7B": (32, 32, 32, 128, False, "float32"),
     "Olmo-3-1025-7B": (32, 32, 32, 128, False, "bfloat16"),
     "granite-3.3-2b-instruct": (40, 32, 8, 64, True, "bfloat16"),
     "GLM-4-9B-0414": (40, 32, 2, 128, False, "bfloat16"),
     "GLM-4.5-Air": (46, 96, 8, 128, False, "bfloat16"),
+    "DeepSeek-V3": (61, 128, 1, 576, False, "bfloat16"),
+    "GLM-4.7-Flash": (47, 20, 1, 576, False, "bfloat16"),
     "SmolLM3-3B": (36, 16, 4, 128, True, "bfloat16"),
 }
 REFUSED = {
     "granite-4.0-h-tiny": "layer_types has 'mamba', which kvllm does not support: all layers must have attention",
-    "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
     "gemma-4-31B-it": "Gemma4ForConditionalGeneration, which has heads of one size in layers with a window and of an",
     "InternVL3-1B-hf": "InternVLForConditionalGeneration, which has images or sound beside text",
 }
@@ -449,6 +580,7 @@ SCALINGS = {
     "gemma-3-4b": "linear",
     "gpt-oss-20b": "yarn",
     "Olmo-3-1025-7B": "yarn",
+    "DeepSeek-V3": "yarn",
 }
 
 
@@ -463,8 +595,8 @@ def test_supported(tmp_path: Path, name: str) -> None:
     c = load_model_config(tmp_path)
     found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
     assert found == SUPPORTED[name]
-    assert c.qkv_bias == name.startswith(("Qwen2", "gpt", "GLM"))
-    assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
+    assert c.qkv_bias == name.startswith(("Qwen2", "gpt", "GLM-4-", "GLM-4.5"))
+    assert c.qk_norm == name.startswith(("Qwen3", "gemma-3", "LFM2"))
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
     assert c.rope.theta == PUBLISHED[name].get("rope_parameters", PUBLISHED[name])["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
@@ -594,6 +726,8 @@ def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> Non
 
 
 WEIGHTS = {
+    "LFM2-1.2B": 1.170e9,
+    "LFM2-8B-A1B": 8.340e9,
     "SmolLM3-3B": 3.075e9,
     "OLMo-2-1124-7B": 7.299e9,
     "Olmo-3-1025-7B": 7.298e9,

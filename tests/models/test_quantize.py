@@ -76,7 +76,7 @@ def test_a_matrix_that_does_not_fill_words_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "smollm3", "olmo3", "granite4", "glm4"])
+@pytest.mark.parametrize("family", ["qwen3", "smollm3", "olmo3", "granite4", "glm4", "lfm2-moe"])
 def test_a_model_of_few_bits(tmp_path: Path, family: str, dtype: torch.dtype, bits: int) -> None:
     """Equal bits compiled and looped, and near the model of full weights."""
     make_checkpoint(tmp_path, **FAMILIES[family] | {"num_hidden_layers": 3})

@@ -21,6 +21,7 @@ from kvllm.models.loader import random_model
 from kvllm.models.parts import GatedMLP
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit
+from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
 from tests.helpers.quantized import QWEN3, Quantize, awq, float8, gptq, quantize_checkpoint
 from tests.helpers.thread_shard import ThreadShard
@@ -90,6 +91,12 @@ def test_weights_have_the_values_of_the_checkpoint(tmp_path: Path, case: str) ->
     expected, found = (list(matrices(load(tmp_path / name)[0])) for name in ("plain", "quantized"))
     for plain, quantized in zip(expected, found, strict=True):
         torch.testing.assert_close(quantized, plain, rtol=2e-6, atol=2e-7)
+
+
+def test_float8_of_latent_attention(tmp_path: Path) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["fp8"], FAMILIES["deepseek-v3"])
+    expected, found = (PagedModel(*load(tmp_path / name)).logits({0: tokens(20)}) for name in ("plain", "quantized"))
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def matrices(model: Decoder) -> Iterator[torch.Tensor]:

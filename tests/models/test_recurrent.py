@@ -14,10 +14,11 @@ from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_
 from tests.helpers.families import FAMILIES
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3.5")
-    make_checkpoint(path, **FAMILIES["qwen3.5"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of matrices as states, and of the inputs of a convolution alone."""
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(path, **FAMILIES[request.param])
     return path
 
 
@@ -109,4 +110,4 @@ def test_what_states_cannot_do_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="recurrent layers, which are computed for text alone"):
         LLM(checkpoint, runner="pooling", convert="embed")
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        make_llm(checkpoint, tensor_parallel_size=4)
+        make_llm(checkpoint, tensor_parallel_size=4 if "qwen" in checkpoint.name else 3)

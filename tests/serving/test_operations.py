@@ -56,55 +56,52 @@ def aborted(server: ServerProcess) -> float:
     return server.metric(name) if name in server.request("/metrics")[2].decode() else 0
 
 
-def test_keys(tmp_path: Path) -> None:
-    """Several keys from a file and the environment. Prefixes are shared within a key alone."""
-    file = tmp_path / "keys.toml"
-    file.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice"\n\n[[keys]]\nname = "bob"\nkey = "sk-bob"\n')
-    process = ServerProcess(*POOL, "--api-key-file", str(file), environment={"KVLLM_API_KEY": "sk-env"})
-    try:
-        for path in ("/health", "/ping", "/version"):
-            assert process.request(path)[0] == 200
-        for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "sk-alice"}):
-            for path in ("/v1/models", "/metrics", "/load", "/openapi.json", "/nothing"):
-                status, answer, body = process.request(path, headers=headers)
-                assert status == 401 and answer["www-authenticate"] == "Bearer", path
-                assert json.loads(body)["error"]["type"] == "AuthenticationError"
-        right, wrong = ("sk-alice", "sk-bob"), "sk-wrong"
-        for bearer, other, name in [(wrong, right[0], "alice"), (right[1], wrong, "bob"), (*right[::-1], "bob")]:
-            headers = {"Authorization": f"Bearer {bearer}", "x-api-key": other}
-            assert process.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
-            wait_until(
-                lambda name=name: f"key={name} method=POST" in process.log.splitlines()[-1], "its name in the log"
-            )
-        both = {"Authorization": f"Bearer {wrong}", "x-api-key": wrong}
-        assert process.request("/load", headers=both)[0] == 401
-        assert process.request("/load", headers={"x-api-key": "Bearer sk-bob"})[0] == 401
-        cached = []
-        for key in ("sk-alice", "sk-bob", "sk-bob", "sk-env"):
-            body = {"prompt": PROMPT, "max_tokens": 1}
-            status, answer = process.json("/v1/completions", body, {"Authorization": f"Bearer {key}"})
-            assert status == 200, answer
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-        assert cached == [0, 0, 32, 0]
-        salted = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "mine"}
-        answer = process.json("/v1/completions", salted, {"Authorization": "Bearer sk-bob"})[1]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert "key=alice" in process.log and "sk-" not in process.log
-    finally:
-        assert process.stop() == 0
-
-
 ORIGIN = "https://chat.example"
 PREFLIGHT = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
 
 
 @pytest.fixture(scope="module")
-def behind_a_proxy() -> Iterator[ServerProcess]:
-    """A server with a key, for scripts of an origin, at the path /llm of a proxy."""
-    flags = ("--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials", "--root-path", "/llm/")
+def behind_a_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with keys of a file and of the environment, for scripts of an origin, at the path /llm of a proxy."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice"\n\n[[keys]]\nname = "bob"\nkey = "sk-bob"\n')
+    flags = ("--api-key-file", str(file), "--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials")
+    flags += ("--root-path", "/llm/")
     process = ServerProcess(*POOL, *flags, environment={"KVLLM_API_KEY": "sk-env"})
     yield process
     assert process.stop() == 0
+
+
+def test_keys(behind_a_proxy: ServerProcess) -> None:
+    """Several keys from a file and the environment. Prefixes are shared within a key alone."""
+    for path in ("/health", "/ping", "/version"):
+        assert behind_a_proxy.request(path)[0] == 200
+    for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "sk-alice"}):
+        for path in ("/v1/models", "/metrics", "/load", "/openapi.json", "/nothing"):
+            status, answer, body = behind_a_proxy.request(path, headers=headers)
+            assert status == 401 and answer["www-authenticate"] == "Bearer", path
+            assert json.loads(body)["error"]["type"] == "AuthenticationError"
+    right, wrong = ("sk-alice", "sk-bob"), "sk-wrong"
+    for bearer, other, name in [(wrong, right[0], "alice"), (right[1], wrong, "bob"), (*right[::-1], "bob")]:
+        headers = {"Authorization": f"Bearer {bearer}", "x-api-key": other}
+        assert behind_a_proxy.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
+        wait_until(
+            lambda name=name: f"key={name} method=POST" in behind_a_proxy.log.splitlines()[-1], "its name in the log"
+        )
+    both = {"Authorization": f"Bearer {wrong}", "x-api-key": wrong}
+    assert behind_a_proxy.request("/load", headers=both)[0] == 401
+    assert behind_a_proxy.request("/load", headers={"x-api-key": "Bearer sk-bob"})[0] == 401
+    cached = []
+    for key in ("sk-alice", "sk-bob", "sk-bob", "sk-env"):
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        status, answer = behind_a_proxy.json("/v1/completions", body, {"Authorization": f"Bearer {key}"})
+        assert status == 200, answer
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 32, 0]
+    salted = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "mine"}
+    answer = behind_a_proxy.json("/v1/completions", salted, {"Authorization": "Bearer sk-bob"})[1]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert "key=alice" in behind_a_proxy.log and "sk-" not in behind_a_proxy.log
 
 
 def test_scripts_of_other_origins(behind_a_proxy: ServerProcess) -> None:

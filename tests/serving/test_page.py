@@ -630,6 +630,7 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     context.close()
 
 
+@pytest.mark.long
 def test_firefox_shows_the_same(server: ServerProcess) -> None:
     """Markdown and maths, harmless answers, an answer that survives a reload, stopping by keyboard, the monitor."""
     answers = [MARKDOWN, *HOSTILE_ANSWERS]

@@ -28,7 +28,7 @@ from kvllm.worker.memory import measure_graphs
 from kvllm.worker.transfer import to_device_early
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
-from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in
+from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in, without_first_launches
 from tests.helpers.families import FAMILIES
 from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
@@ -95,7 +95,10 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
 
 def make_llm(path: Path, device: str, **options: Any) -> LLM:
     defaults = {"max_num_seqs": 2, "num_gpu_blocks_override": 12, "max_num_batched_tokens": MOST_TOKENS}
-    return LLM(path, device=device, dtype="float32", max_model_len=64, block_size=16, **(defaults | options))
+    options = defaults | options
+    takes_what_is_free = options["num_gpu_blocks_override"] is None
+    with nullcontext() if takes_what_is_free else without_first_launches():
+        return LLM(path, device=device, dtype="float32", max_model_len=64, block_size=16, **options)
 
 
 def run(llm: LLM, requested: list[SamplingParams], step: Callable[[], Any]) -> list[RequestOutput]:

@@ -122,10 +122,9 @@ def engines(checkpoint: Path) -> dict[str, Losing]:
     [
         ("pressure", 1.0),
         ("periodic", 0.0),
-        ("threshold", 1.0),
         *(
             pytest.param(*each, marks=pytest.mark.long)
-            for each in (("pressure", 0.0), ("periodic", 1.0), ("threshold", 0.0))
+            for each in (("pressure", 0.0), ("periodic", 1.0), ("threshold", 0.0), ("threshold", 1.0))
         ),
     ],
 )

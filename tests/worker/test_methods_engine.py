@@ -280,7 +280,7 @@ def survivors(recorder: Recorder) -> dict[tuple[int, ...], list[tuple[int, list]
     return found
 
 
-@cases("threshold", "periodic", "standalone")
+@cases("threshold", "periodic", "standalone", usual=("kara", "kvzip", "adakv", "h2o"))
 def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str, policy: str) -> None:
     """Not on the batch, its order, the rows that are recomputed at a time, nor the run."""
     if SPECS[method].learns:
@@ -383,7 +383,7 @@ def many_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [*[greedy(80, seed) for seed in range(5)], completions(3, 70)]
 
 
-@cases("threshold", "periodic", "pressure")
+@cases("threshold", "periodic", "pressure", usual=("kara", "kvzip", "adakv", "h2o"))
 def test_a_preempted_sequence_has_a_consistent_cache(
     checkpoint: Path, decoder: DenseDecoder, method: str, policy: str
 ) -> None:

@@ -14,6 +14,7 @@ from kvllm.worker.features.recalling_backend import RecallingBackend
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.examples import thinned
 from tests.helpers.watched_pairs import Watch, recall_of
 
 PROMPTS = random_prompts(256, (3, 17, 40, 63, 30))
@@ -72,7 +73,7 @@ def test_residents_and_dropped_pairs_are_all_pairs(checkpoint: Path, policy: str
         assert (stats.swapped_in > 0) == (swap == "always")
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard"])
+@pytest.mark.parametrize("dtype", thinned(["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard"], 4))
 def test_the_reported_bound_is_above_the_true_mass(checkpoint: Path, dtype: str, monkeypatch: Any) -> None:
     compression = recalling("threshold", recall_dtype=dtype, recall_bound=0.2, recall_chunks=1)
     llm = make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 200, "compression": compression})

@@ -17,6 +17,7 @@ from ray.util import get_current_placement_group
 from kvllm.core.drafting.step_cost import measure_steps
 from kvllm.core.engine import LLMEngine
 from kvllm.core.engine_loop import EngineLoop
+from kvllm.core.output_processor import SequenceToken
 from kvllm.core.protocol import SampledToken, SequenceStart
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
@@ -105,9 +106,9 @@ class Reporter:
             if refused:
                 self._report.steps.append(refused)
 
-    def _collect(self, _: list[RequestOutput]) -> None:
+    def _collect(self, outputs: list[RequestOutput]) -> None:
         engine = self.engine
-        sampled, engine.sampled = engine.sampled, []
+        sampled, engine.sampled = _with_errors(engine.sampled, outputs), []
         prompts, engine.prompts = engine.prompts, []
         ended = {seq: None for seq, _ in sampled if seq.has_ended}
         with self._lock:
@@ -154,6 +155,14 @@ class Reporter:
                 found.append(Compressed(seq_id, known, regions[known:]))
         self._told = {seq_id: (regions, len(regions)) for seq_id, regions in now.items()}
         return found
+
+
+def _with_errors(sampled: list[SequenceToken], outputs: list[RequestOutput]) -> list[SequenceToken]:
+    """Tokens, with the error of their request where its output could not be made here."""
+    errors = {output.request_id: str(output.error) for output in outputs if output.error is not None}
+    if not errors:
+        return sampled
+    return [(seq, structs.replace(token, error=token.error or errors.get(seq.request_id))) for seq, token in sampled]
 
 
 def _ended(seq: Sequence) -> Ended:

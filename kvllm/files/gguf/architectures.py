@@ -12,7 +12,12 @@ from kvllm.errors import CheckpointError
 from kvllm.files.gguf import config
 from kvllm.files.gguf.tensors import ExpertStack, GGUFTensor
 
-TOP = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+}
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -59,9 +64,9 @@ class Architecture:
 
 PROJECTIONS = ("gate", "up", "down")
 EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in PROJECTIONS}
-MIXTRAL = {
-    f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.w{i}" for name, i in (("gate", 1), ("up", 3), ("down", 2))
-}
+W = {"gate": 1, "up": 3, "down": 2}
+"""Numbers of projections that are called w1, w2 and w3."""
+MIXTRAL = {f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.w{i}" for name, i in W.items()}
 ARCHITECTURES = {
     "gemma2": Architecture(config.gemma2, GEMMA, norm_offset=1.0),
     "gemma3": Architecture(config.gemma3, GEMMA, norm_offset=1.0),
@@ -91,6 +96,18 @@ ARCHITECTURES = {
         },
     ),
     "granite": Architecture(config.granite, permuted=True),
+    "lfm2": Architecture(
+        config.lfm2,
+        {
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_norm": "ffn_norm",
+            **{f"ffn_{name}": f"feed_forward.w{i}" for name, i in W.items()},
+            **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+        },
+    ),
     "llama": Architecture(config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, permuted=True, experts=MIXTRAL),
     "olmo2": Architecture(
         config.olmo2,
@@ -149,14 +166,16 @@ def renamed(
 
 def _changed(architecture: Architecture, name: str, tensor: GGUFTensor, heads: tuple[int, int]) -> GGUFTensor:
     """The tensor without what the converter has done to it."""
-    offset, order = tensor.offset, tensor.order
+    offset, order, shape, blocks = tensor.offset, tensor.order, tensor.shape, tensor.blocks
     if name.endswith("norm.weight"):
         offset = architecture.norm_offset
     if architecture.permuted and ".attn_q." in name:
         order = _halves(tensor, name, heads[0])
     if architecture.permuted and ".attn_k." in name:
         order = _halves(tensor, name, heads[1])
-    return GGUFTensor(tensor.file, tensor.type, tensor.shape, tensor.blocks, order, offset)
+    if ".shortconv.conv." in name and len(shape) == 2:
+        shape, blocks = (shape[0], 1, shape[1]), blocks.unsqueeze(1)
+    return GGUFTensor(tensor.file, tensor.type, shape, blocks, order, offset)
 
 
 def _halves(tensor: GGUFTensor, name: str, heads: int) -> torch.Tensor:

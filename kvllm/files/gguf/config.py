@@ -78,8 +78,9 @@ class Metadata:
         return tensor in self.header.tensors
 
 
-def base_config(data: Metadata, computed: Collection[str] = ()) -> dict[str, Any]:
-    """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself."""
+def base_config(data: Metadata, computed: Collection[str] = (), kv_heads: int | None = None) -> dict[str, Any]:
+    """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself. kv_heads: where the
+    metadata does not have one number for all layers."""
     for key, neutral in NEUTRAL.items():
         if key not in computed and data.number(key, neutral[0]) not in neutral:
             raise CheckpointError(f"{data.architecture}.{key} is {data.number(key)}, which kvllm does not support")
@@ -96,7 +97,7 @@ def base_config(data: Metadata, computed: Collection[str] = ()) -> dict[str, Any
         "intermediate_size": data.number("feed_forward_length"),
         "num_hidden_layers": data.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": data.number("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or data.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "partial_rotary_factor": None if rotated == head_dim else rotated / max(1, head_dim),
         "rms_norm_eps": data.number("attention.layer_norm_rms_epsilon"),
@@ -250,6 +251,23 @@ def olmo2(data: Metadata) -> dict[str, Any]:
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": data.number("attention.sliding_window"),
         "layer_types": _layer_types(pattern),
+    }
+
+
+def lfm2(data: Metadata) -> dict[str, Any]:
+    """Layers without KV heads are convolutions."""
+    of_layers = data.values.get("lfm2.attention.head_count_kv")
+    of_layers = of_layers.tolist() if isinstance(of_layers, np.ndarray) else []
+    numbers = {number for number in of_layers if number}
+    if len(numbers) != 1:
+        raise CheckpointError("lfm2.attention.head_count_kv must have one number for layers with attention, and 0")
+    config = base_config(data, kv_heads=numbers.pop())
+    return config | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": data.number("shortconv.l_cache"),
+        "layer_types": ["full_attention" if number else "conv" for number in of_layers],
+        "norm_eps": config["rms_norm_eps"],
     }
 
 
