@@ -44,8 +44,8 @@ def add_fleet_arguments(parser: argparse.ArgumentParser, load: Any) -> None:
     routing = "what the router goes by, several to compare: %(choices)s (default: both)"
     add("--routing", nargs="+", choices=ROUTING, default=["both"], metavar="RULE", help=routing)
     failures = (
-        "what happens to replicas: kind=death,replica=0,count=1,at=60,seconds=60;kind=slow,...,factor=2;kind=drain,..., "
-        "of replicas 0 to count-1, after `at` seconds, each for `seconds`"
+        "what happens to `count` replicas from `replica` on after `at` seconds, for `seconds`: "
+        "kind=death,replica=0,count=1,at=60,seconds=60;kind=slow,...,factor=2;kind=drain,..."
     )
     add("--failures", default="", metavar=SETTINGS, help=failures)
     processes = "parts of the fleet, each with a router and a share of the requests, that run in processes of their own"
