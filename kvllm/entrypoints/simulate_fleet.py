@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,34 +94,24 @@ def _simulate(
     parts: list[list[Arrival]],
 ) -> FleetOutcome:
     size = args.replicas // len(parts)
+    serve = partial(
+        simulate_fleet,
+        config,
+        cost,
+        replicas=size,
+        routing=rule,
+        report_seconds=REPORT_SECONDS if size > 1 else 0.0,  # a single engine is in the same process
+        recalled_pairs=args.recalled_pairs,
+    )
     of_parts = [of_part(failures, part * size, size) for part in range(len(parts))]
-    same = (repeat(each) for each in (config, cost, size, rule, args.recalled_pairs))
     if len(parts) == 1:
-        return _simulate_part(parts[0], of_parts[0], *map(next, same))
+        return serve(parts[0], failures=of_parts[0])
     with ProcessPoolExecutor(len(parts)) as pool:
-        first, *others = pool.map(_simulate_part, parts, of_parts, *same)
+        first, *others = pool.map(partial(_serve_part, serve), parts, of_parts)
     for other in others:
         first.add(other)
     return first
 
 
-def _simulate_part(
-    arrivals: list[Arrival],
-    failures: list[Failure],
-    config: EngineConfig,
-    cost: CostModel,
-    replicas: int,
-    routing: str,
-    recalled_pairs: float | None,
-) -> FleetOutcome:
-    report_seconds = REPORT_SECONDS if replicas > 1 else 0.0  # a single engine is in the same process
-    return simulate_fleet(
-        config,
-        cost,
-        arrivals,
-        replicas,
-        routing=routing,
-        failures=failures,
-        report_seconds=report_seconds,
-        recalled_pairs=recalled_pairs,
-    )
+def _serve_part(serve: Callable[..., FleetOutcome], arrivals: list[Arrival], failures: list[Failure]) -> FleetOutcome:
+    return serve(arrivals, failures=failures)
