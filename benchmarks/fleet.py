@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import msgspec
 import torch
@@ -39,7 +40,7 @@ from kvllm.simulation.workload import MOONCAKE_BLOCK, TraceRequest, arrival_time
 from kvllm.worker.build import Loaded, RunnerSettings
 
 SHAPE, DTYPE = "50m", "bfloat16"
-OPTIONS = {"block_size": 16, "max_model_len": 2048, "max_num_seqs": 16, "num_gpu_blocks_override": 2000}
+OPTIONS: dict[str, Any] = {"block_size": 16, "max_model_len": 2048, "max_num_seqs": 16, "num_gpu_blocks_override": 2000}
 
 
 class SleepingExecutor(SimulatedExecutor):
