@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from kvllm.compression.specs import AUTO
 from kvllm.config import (
     CompressionConfig,
     EngineConfig,
@@ -397,7 +398,9 @@ class EngineArgs:
     def engine_config(self) -> EngineConfig:
         """With as many blocks as can be of use: there may be memory for fewer."""
         length = self.max_model_len or self.model_config.max_position_embeddings
-        compression = self._compression()
+        compression, shares = self._compression(), self.model_config.shares_kv_pairs
+        if shares and self.compression is not None and self.compression.method == AUTO:
+            compression = msgspec.structs.replace(self.compression, method="keydiff")  # which reads no queries
         groups = UNIFORM
         if not self.disable_hybrid_kv_cache_manager:
             windows = bounding(self.model_config.windows, length)
@@ -407,7 +410,12 @@ class EngineArgs:
         most = (group.most_blocks(length, self.block_size, self._step_tokens(length)) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
         recurrent = self.model_config.recurrent is not None
-        return msgspec.structs.replace(config, compression=compression, has_recurrent_layers=recurrent)
+        return msgspec.structs.replace(
+            config,
+            compression=compression,
+            has_recurrent_layers=recurrent,
+            shares_kv_pairs=shares,
+        )
 
     @property
     def pool_blocks(self) -> int | None:

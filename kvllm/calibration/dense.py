@@ -44,6 +44,11 @@ class DenseModel:
                 f"{path} has layers with a recurrent state, of which nothing is calibrated: use a method that needs no "
                 "calibration"
             )
+        if self.config.two_sizes is not None:
+            raise CheckpointError(
+                f"{path} has layers with heads of two sizes, of which nothing is calibrated: use a method that needs "
+                "no calibration"
+            )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_model(path, self.config, SingleRank(), torch.float32, self.device, longest)
         self.frequencies = rotary_frequencies(self.config, longest).to(self.device)

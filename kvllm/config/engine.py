@@ -37,6 +37,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
     has_recurrent_layers: other layers hold a state for each sequence, which is that after its last token: no query is
         computed again, and a prefix is shared up to one of `num_state_snapshots` copies of states.
+    shares_kv_pairs: several layers attend the KV pairs of one, which no method that reads queries knows of.
     num_host_blocks: blocks in host memory, for what leaves the pool.
     num_host_chunks: chunks there, for KV pairs that compressions drop and that may come back.
     kv_offload_dtype: of keys and values there; "auto": that of the cache.
@@ -65,6 +66,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     tenants: dict[str, TenantConfig] = {}
     kv_groups: tuple[KVGroup, ...] = UNIFORM
     has_recurrent_layers: bool = False
+    shares_kv_pairs: bool = False
     num_state_snapshots: int = 0
     num_host_blocks: int = 0
     num_host_chunks: int = 0
@@ -126,6 +128,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             return
         allowed = f"with a kv_cache_dtype that rounds KV pairs, one of {', '.join(KV_FORMATS)}"
         require(self.kv_cache_dtype in KV_FORMATS, field, value, allowed)
+        allowed = "not where layers of the model attend KV pairs of others: leave it out"
+        require(not self.shares_kv_pairs, field, value, allowed)
         shortest = min((group.window for group in self.kv_groups if group.window is not None), default=value)
         require(value <= shortest, field, value, f"at most the model's sliding window of {shortest} tokens")
         if compression is not None:
@@ -165,11 +169,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
         if compression.recalls:
             self._check_recall(compression)
+        spec = compression.spec
+        if self.shares_kv_pairs:
+            able = [name for name, each in SPECS.items() if each.reads_cache_alone and not each.observable]
+            allowed = "layers of the model attend KV pairs of others, whose queries no method reads: use one of "
+            require(compression.method in able, "method", compression.method, allowed + ", ".join(able))
         if all(group.window is None for group in self.kv_groups) and not self.has_recurrent_layers:
             return
         allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
         require(has_full(self.kv_groups), "compression", compression.method, allowed)
-        spec = compression.spec
         needs_nothing = spec.reads_cache_alone or compression.observes_scores
         able = ", ".join(name for name, each in SPECS.items() if each.reads_cache_alone)
         observable = ", ".join(name for name, each in SPECS.items() if each.observable)

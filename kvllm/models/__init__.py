@@ -12,6 +12,7 @@ MODELS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
@@ -37,7 +38,6 @@ MODELS = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 
-TWO_SIZES = "heads of one size in layers with a window and of another in those without"
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end whose heads score classes, in place of `ForCausalLM`."""
 
@@ -49,9 +49,7 @@ NOT_COMPUTED = {
     "Mamba2ForCausalLM": "state spaces",
     "FalconH1ForCausalLM": "state spaces",
     "JambaForCausalLM": "state spaces",
-    "Gemma3nForCausalLM": "layers that share KV pairs",
-    "Gemma4ForCausalLM": TWO_SIZES,
-    "Gemma4ForConditionalGeneration": TWO_SIZES,
+    "Gemma3nForCausalLM": "several residuals side by side",
 }
 """What well-known architectures have that kvllm does not compute."""
 

@@ -126,6 +126,14 @@ class Decoder:
         logits = logits.float() if self.logit_divisor == 1 else logits.float() / self.logit_divisor
         return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Begin a pass: int64 `[T]` -> the residual `[T, hidden_size]`."""
+        return self.embedding.forward(token_ids)
+
+    def narrow(self, wanted: torch.Tensor) -> None:
+        """Go on with tokens `wanted` of the pass alone: int64, ascending."""
+        self.adapters.narrow(wanted)
+
     def recompute_queries(
         self,
         token_ids: torch.Tensor,
@@ -160,9 +168,9 @@ class Decoder:
         With it, they are in the cache already, and nothing is computed after the last layer's queries.
         """
         self.adapters.rows = attention.adapters
-        residual = self.embedding.forward(token_ids)
+        residual = self.embed(token_ids)
         x = normalized(residual, self.layers[0].input_norm, self.eps)
-        last = len(self.layers) - 1
+        last, last_visited = len(self.layers) - 1, len(self.attentions) - 1
         for index, layer in enumerate(self.layers):
             if visit is None:
                 attended = layer.attention.attend(x, positions, attention, self._places[index])
@@ -170,12 +178,12 @@ class Decoder:
                 assert isinstance(layer.attention, SelfAttention)  # no option asks for it beside recurrent layers
                 queries = layer.attention.project_queries(x, positions)
                 visit(index, queries)
-                if index == last:
+                if index == last_visited:
                     break
                 attended = attention.run(index, queries, layer.attention.sinks)
             if index == last and wanted is not None:
                 attended, residual = attended[wanted], residual[wanted]
-                self.adapters.narrow(wanted)
+                self.narrow(wanted)
             x = layer.finish(attended, residual, self._next_norms[index])
         return x
 
@@ -241,6 +249,7 @@ class Family:
     build: called with the arguments of `build_decoder`.
     hidden_act: the only value of that key that the family computes.
     extra_layers: checkpoints may have layers after the last, or `mtp`, which predict later tokens. They are not loaded.
+    unused: of the names of a checkpoint's tensors those that are not loaded, either.
     """
 
     model_type: str
@@ -249,3 +258,4 @@ class Family:
     build: Callable[[ModelConfig, Shard, torch.dtype, torch.device, int], Decoder]
     hidden_act: str = "silu"
     extra_layers: bool = False
+    unused: Callable[[ModelConfig, Sequence[str]], list[str]] | None = None

@@ -22,6 +22,7 @@ from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.nearest import nearest_family
 from kvllm.models.recurrent import RecurrentLayers
 from kvllm.models.rope import Rope, TopKeys, read_rope
+from kvllm.models.two_sizes import TwoSizes
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -67,6 +68,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
     latent: None unless heads share latents: the one KV head and its head_dim are then those of the cache.
+    two_sizes: None unless heads have two sizes: num_kv_heads and head_dim are then those of the cache, and num_layers
+        counts those that have KV pairs.
     recurrent: None unless other layers hold a state in the place of KV pairs.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
@@ -105,6 +108,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_scaling_beta: float = 0.0
     experts: Experts | None = None
     latent: Latent | None = None
+    two_sizes: TwoSizes | None = None
     recurrent: RecurrentLayers | None = None
     dtype: str
     bos_token_id: int | None
@@ -127,7 +131,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_decoder_layers(self) -> int:
         """All layers, those without attention among them."""
+        if self.two_sizes:
+            return len(self.two_sizes.slides)
         return self.num_layers + (len(self.recurrent.indices) if self.recurrent else 0)
+
+    @property
+    def shares_kv_pairs(self) -> bool:
+        """Whether layers attend the KV pairs of others."""
+        return self.two_sizes is not None and self.two_sizes.shares
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -58,6 +58,8 @@ def load_model(
     with checkpoint.open_tensors() as opened:
         found = of_whole_model(text_tensors(opened) if config.text_of else opened)
         found = _without_extra_layers(found, config)
+        if unused := model_family(config.architecture).unused:
+            found = {name: found[name] for name in found.keys() - set(unused(config, list(found)))}
         if not config.generates:
             found = {name: tensor for name, tensor in found.items() if name not in (HEAD, SCORE)}
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)

@@ -12,6 +12,7 @@ from kvllm.errors import CheckpointError
 
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
@@ -23,6 +24,7 @@ TEXT_TYPES = {
 QWEN2_VL: dict[str, Any] = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6}
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {}),
+    "gemma4_text": ("Gemma4ForCausalLM", {}),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {}),
     "qwen2_vl_text": ("Qwen2ForCausalLM", QWEN2_VL),
@@ -40,7 +42,7 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "language_model.": "model.",
 }
-OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
+OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 Value = TypeVar("Value")
 
 

@@ -22,6 +22,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     "longrope": ("original_max_position_embeddings",),
+    "proportional": (),
 }
 """The types of scaling that are computed, and the numbers that each needs."""
 
@@ -58,12 +59,14 @@ class Rope(msgspec.Struct, frozen=True):
     """A rotary embedding: the base of its frequencies, their scaling, and the part of each head that it rotates.
 
     interleaved: the checkpoint's pairs are neighbouring channels, and not a channel of either half of that part.
+    proportional: pairs are a channel of either half of the head; frequencies are those that it has if all are rotated.
     """
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
     partial_factor: float = 1.0
     interleaved: bool = False
+    proportional: bool = False
 
     def rotated_channels(self, head_dim: int) -> int:
         """Channels of a head that are rotated, the first ones of the checkpoint's."""
@@ -190,7 +193,11 @@ def _read(name: str, given: dict[str, Any], keys: TopKeys) -> Rope:
         rope.original_max_position_embeddings,
         keys.original_max_position_embeddings,
     )
-    return Rope(theta, _scaling(kind, rope, keys.max_position_embeddings), partial, keys.INTERLEAVED)
+    proportional = kind == "proportional"
+    if proportional and (keys.INTERLEAVED or rope.factor not in (None, 1)):
+        raise CheckpointError(f"rope type 'proportional' has factor {rope.factor}, which kvllm does not support")
+    scaling = _scaling(kind, rope, keys.max_position_embeddings)
+    return Rope(theta, scaling, partial, keys.INTERLEAVED, proportional)
 
 
 def _scaling(kind: str, rope: _Rope, max_position_embeddings: int) -> RopeScaling | None:

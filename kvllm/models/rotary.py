@@ -62,7 +62,7 @@ def channel_order(config: ModelConfig) -> torch.Tensor | None:
     """The channel of the checkpoint's heads that each channel of a head is: int64 `[head_dim]`, None if it is the same
     one."""
     rotated = config.rope.rotated_channels(config.head_dim)
-    if rotated == config.head_dim and not config.rope.interleaved:
+    if (rotated == config.head_dim and not config.rope.interleaved) or config.rope.proportional:
         return None
     turning, still = torch.arange(config.head_dim).split((rotated, config.head_dim - rotated))
     low, high = (turning[::2], turning[1::2]) if config.rope.interleaved else turning.chunk(2)
@@ -73,7 +73,8 @@ def channel_order(config: ModelConfig) -> torch.Tensor | None:
 def _frequencies(rope: Rope, config: ModelConfig, num_positions: int) -> torch.Tensor:
     """Those of the rotated pairs."""
     rotated = rope.rotated_channels(config.head_dim)
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    width = config.head_dim if rope.proportional else rotated
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / width
     scaling, theta = rope.scaling, rope.theta
     if scaling is None:
         return 1.0 / theta**exponents

@@ -49,6 +49,11 @@ class PoolingEngine:
                 f"{args.path} has recurrent layers, which are computed for text alone: use another model for "
                 "embeddings, scores or classes"
             )
+        if self.model_config.shares_kv_pairs:
+            raise ConfigError(
+                f"{args.path} has layers that attend KV pairs of others, which are computed for text alone: use "
+                "another model for embeddings, scores or classes"
+            )
         self.engine_config = args.engine_config
         self.tokenizer: Tokenizer | None = read_tokenizer(args)
         self.stats = EngineStats(num_blocks=1)  # of which none is ever in use

@@ -356,6 +356,10 @@ def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> Non
             f"{model.architecture} has recurrent layers, of whose time nothing is known here: simulate a model whose "
             "layers all have attention"
         )
+    if model.two_sizes is not None:
+        raise ConfigError(
+            f"{model.architecture} has heads of two sizes, of whose time nothing is known here: simulate another model"
+        )
     rates = hardware.flops_per_s
     require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of {', '.join(ITEMSIZE)}")
     require(dtype in rates, "dtype", dtype, f"{hardware.name!r} has flops_per_s of {', '.join(rates)}")

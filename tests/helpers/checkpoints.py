@@ -64,7 +64,7 @@ def make_checkpoint(
     with torch.no_grad():
         # transformers starts norms at one and biases at zero
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("norm.weight", "bias")):
+            if name.endswith(("norm.weight", "bias", "layer_scalar")):
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
     return model

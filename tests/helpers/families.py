@@ -31,6 +31,16 @@ LFM2 = {
     "layer_types": ["conv", FULL, "conv", "conv", FULL],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+GEMMA4 = {
+    "family": "gemma4_text",
+    "initializer_range": 0.15,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+    "pad_token_id": 0,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -223,6 +233,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": [SLIDING, FULL, SLIDING],
         "rope_parameters": {FULL: {**LINEAR, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "gemma4": {
+        **GEMMA4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4-images": {
+        **GEMMA4,
+        "family": "gemma4",
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+    },
+    "gemma4-packed": {
+        **GEMMA4,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
     },
     "gemma3-images": {
         "family": "gemma3",

@@ -230,7 +230,7 @@ def test_a_config_of_a_model_without_its_head(tmp_path: Path) -> None:
         family = model_family(architecture).model_type
         base = transformers.MODEL_MAPPING[getattr(transformers, architecture).config_class].__name__
         needed = GRANITE4 if family == "granitemoehybrid" else {"layer_types": GRANITE4["layer_types"]}
-        make_config(tmp_path, family, architectures=[base], rope_parameters=..., **needed)
+        make_config(tmp_path, family, architectures=[base], rope_parameters=..., per_layer_config=..., **needed)
         assert load_model_config(tmp_path).architecture == architecture
     edit(tmp_path, architectures=["Gemma3Model"], model_type="gemma3")
     with pytest.raises(CheckpointError, match="unsupported architecture Gemma3Model"):
@@ -352,6 +352,12 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
         ("lfm2", {"layer_types": ["conv"] * 5}, "no layer has attention"),
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of 0, which kvllm does not support"),
         ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is false: experts are chosen without a bias"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block is true: experts beside an MLP"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "those before have not all kinds of layer_types"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5 of 5 layers"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is given"),
+        ("gemma4", {"per_layer_config": ..., "global_head_dim": 24}, "neither size is a multiple of the other"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "tokens attend to those after them, too"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0.0, but must be at least 0.0001 and at most"),
         ("granite4", {"layer_types": ...}, "layer_types is not given, so that all layers are Mamba layers"),
         ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 3, more than 1 of 4 groups have"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM
+from kvllm import LLM, CompressionConfig
 from kvllm.engine_args import EngineArgs
-from kvllm.errors import ConfigError
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -47,6 +47,7 @@ CASES = (
     "gemma2",
     "gemma3",
     "gemma3-images",
+    "gemma4",
     "gpt-oss",
 )
 USUAL = (
@@ -143,9 +144,10 @@ def test_compression(checkpoint: Path) -> None:
     recorder = llm.llm_engine.executor = Recorder(llm.llm_engine.executor.runner, llm.config)
     found = compressed_tokens(llm)
     decoder = TransformersDecoder(checkpoint)
+    sources = list(model.two_sizes.sources if model.two_sizes else range(model.num_layers))
     for text in recorder.texts:
         if text.logits:  # else it was preempted before it was back
-            text.visible = with_windows(text.visible, windows)
+            text.visible = with_windows(text.visible, windows)[sources]
             assert_dense(decoder, text, tolerance=1e-4)  # transformers rotates in 32 bits
     llm = make_llm(checkpoint, **options)
     with shared_memory_shards(2) as shards:
@@ -168,6 +170,20 @@ def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> Non
     tokens(make_llm(tmp_path, **options, max_model_len=128), random_prompts(256, (40,)), greedy(40))
     with pytest.raises(ConfigError, match="layers 0, 1, 2, 3, 4, 6 of the model rotate keys"):
         make_llm(tmp_path, **options, max_model_len=100)
+
+
+def test_layers_that_share_kv_pairs_have_methods_that_read_no_queries(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **FAMILIES["gemma4"])
+    assert make_llm(tmp_path, compression=CompressionConfig()).config.compression.method == "keydiff"
+    for method in ("mean_attention", "kara_sharp"):
+        with pytest.raises(ConfigError, match="layers of the model attend KV pairs of others, .*: use one of keydiff"):
+            make_llm(tmp_path, compression=CompressionConfig(method=method))
+    with pytest.raises(ConfigError, match="kv_residual_tokens=4 .* not where layers of the model attend"):
+        make_llm(tmp_path, kv_cache_dtype="int8", kv_residual_tokens=4)
+    with pytest.raises(ConfigError, match="layers that attend KV pairs of others, which are computed for text alone"):
+        LLM(tmp_path, runner="pooling", convert="embed")
+    with pytest.raises(CheckpointError, match="heads of two sizes, of which nothing is calibrated"):
+        add_method_files(tmp_path)
 
 
 def with_windows(visible: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:

@@ -535,7 +535,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "v_head_dim": 256,
         "vocab_size": 154880,
     },
-    "gemma-4-31B-it": {"architectures": ["Gemma4ForConditionalGeneration"]},
     "InternVL3-1B-hf": {"architectures": ["InternVLForConditionalGeneration"]},
 }
 SUPPORTED = {
@@ -565,7 +564,6 @@ SUPPORTED = {
 }
 REFUSED = {
     "granite-4.0-h-tiny": "layer_types has 'mamba', which kvllm does not support: all layers must have attention",
-    "gemma-4-31B-it": "Gemma4ForConditionalGeneration, which has heads of one size in layers with a window and of an",
     "InternVL3-1B-hf": "InternVLForConditionalGeneration, which has images or sound beside text",
 }
 WINDOWS = {
@@ -612,7 +610,63 @@ def test_refused(tmp_path: Path, name: str) -> None:
         load_model_config(tmp_path)
 
 
+GEMMA4: dict[str, Any] = {
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "vocab_size": 262144,
+}
 MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma-4-E2B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "model_type": "gemma4",
+        "text_config": {
+            **GEMMA4,
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 262144,
+        },
+        "tie_word_embeddings": True,
+    },
+    "gemma-4-31B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "model_type": "gemma4",
+        "text_config": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size": 5376,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 21504,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+            "num_attention_heads": 32,
+            "num_global_key_value_heads": 4,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 16,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
+        "tie_word_embeddings": True,
+    },
     "gemma-3-4b-it": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "eos_token_id": [1, 106],
@@ -707,6 +761,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
 }
 TEXTS = {
+    "gemma-4-E2B-it": ("Gemma4ForCausalLM", 15, 8, 1, 512, True, 1e6, (1, 106)),
+    "gemma-4-31B-it": ("Gemma4ForCausalLM", 60, 32, 8, 512, True, 1e6, (1, 106)),
     "gemma-3-4b-it": ("Gemma3ForCausalLM", 34, 8, 4, 256, True, 1e6, (1, 106)),
     "Mistral-Small-3.1-24B-Instruct-2503": ("MistralForCausalLM", 40, 32, 8, 128, False, 1e9, ()),
     "Qwen2.5-VL-7B-Instruct": ("Qwen2ForCausalLM", 28, 28, 4, 128, False, 1e6, (151645,)),
@@ -735,6 +791,8 @@ WEIGHTS = {
     "GLM-4-9B-0414": 9.400e9,
     "GLM-4.5-Air": 106.85e9,
     "gemma-3-4b-it": 3.880e9,
+    "gemma-4-E2B-it": 4.628e9,
+    "gemma-4-31B-it": 30.70e9,
     "Qwen2.5-VL-7B-Instruct": 7.616e9,
 }
 """Weights of published models, of those with images the text's."""
