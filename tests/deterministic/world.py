@@ -14,11 +14,11 @@ from unittest.mock import patch
 from msgspec import Struct
 
 import kvllm.async_llm
-import kvllm.distributed.replicas.replica
 from kvllm.async_llm import AsyncLLM
 from kvllm.core.engine import LLMEngine
 from kvllm.core.executor import WorkersRestarted
 from kvllm.core.protocol import StepPlan, encode
+from kvllm.distributed.replicas import replica
 from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.errors import EngineDeadError
 from kvllm.serving.app import make_app
@@ -78,7 +78,7 @@ class World:
         with ExitStack() as stack:
             stack.enter_context(self.clock.installed())
             stack.enter_context(patch.object(kvllm.async_llm, "EngineLoop", loop_class))
-            stack.enter_context(patch.object(kvllm.distributed.replicas.replica, "EngineLoop", loop_class))
+            stack.enter_context(patch.object(replica, "EngineLoop", loop_class))
             stack.enter_context(patch.object(Tokenizer, "decode", self._failing(Tokenizer.decode)))
             try:
                 loop.run_until_complete(self._main())
@@ -93,8 +93,12 @@ class World:
     def _make_engine(self) -> LLMEngine:
         model = ExactModel(self.config, self.rng, loss=self.scenario.loss, before_result=self._before_result)
         self.models.append(model)
-        tokenizer = byte_level("chat") if self.scenario.has_text else None
+        tokenizer = self._make_tokenizer()
         return LLMEngine(self.config, model, vocab_size=VOCAB, eos_token_ids=(END,), tokenizer=tokenizer)
+
+    def _make_tokenizer(self) -> Tokenizer | None:
+        """One that has decoded nothing yet: how often it does is part of a scenario."""
+        return Tokenizer(byte_level("chat").hf) if self.scenario.has_text else None
 
     def _make_llm(self) -> AsyncLLM:
         if self.scenario.replicas == 1:
@@ -103,7 +107,7 @@ class World:
             self.replicas = SimulatedReplicas(
                 self.config, self.scenario.replicas, self.rng, self._make_engine, self._before_receiving
             )
-            tokenizer = byte_level("chat") if self.scenario.has_text else None
+            tokenizer = self._make_tokenizer()
             replicas = cast("Any", self.replicas)
             options = {"vocab_size": VOCAB, "eos_token_ids": (END,), "tokenizer": tokenizer}
             self.engine = DataParallelEngine(self.config, replicas, **options)
