@@ -400,7 +400,7 @@ class EngineArgs:
         length = self.max_model_len or self.model_config.max_position_embeddings
         compression, shares = self._compression(), self.model_config.shares_kv_pairs
         if shares and self.compression is not None and self.compression.method == AUTO:
-            compression = msgspec.structs.replace(self.compression, method="keydiff")  # which reads no queries
+            compression = msgspec.structs.replace(self.compression, method="streaming")  # reads no queries
         groups = UNIFORM
         if not self.disable_hybrid_kv_cache_manager:
             windows = bounding(self.model_config.windows, length)

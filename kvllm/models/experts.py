@@ -17,6 +17,7 @@ import torch
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import silu_mul
 from kvllm.models.layers import Weight, row_part
+from kvllm.models.mixture import Experts
 from kvllm.models.parts import MLP, GatedMLP
 from kvllm.models.quantize import TILE
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
@@ -167,6 +168,20 @@ class ExpertsMLP:
         for i, of_tokens in enumerate(places.view_as(probabilities).unbind(1)):
             total.addcmul_(out[of_tokens].float(), probabilities[:, i : i + 1])
         return total.to(out.dtype)
+
+
+def choose_with_bias(
+    scores: torch.Tensor, biased: torch.Tensor, experts: Experts, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of `route`: the experts of the largest `biased`, with their `scores`, both float32 `[T, count]`.
+
+    epsilon: is added to the sum by which scores are divided.
+    """
+    found = biased.topk(experts.per_token).indices
+    chosen = scores.gather(1, found)
+    if experts.normalized:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + epsilon)
+    return chosen * experts.scale, found
 
 
 class SharedExpertMLP(ExpertsMLP):

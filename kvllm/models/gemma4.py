@@ -26,7 +26,7 @@ from kvllm.models.rotary import rotary_table
 from kvllm.models.two_sizes import HeadSizes, TwoSizes
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.models.windows import sliding_layers
-from kvllm.parallel import Shard
+from kvllm.parallel import Shard, kv_heads
 
 FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 
@@ -418,7 +418,7 @@ def build(
         )
     }
     tables = {slides: rotary_table(each, max_model_len, device) for slides, each in of_kind.items()}
-    cached = structs.replace(sizes.cached, kv_heads=max(1, config.num_kv_heads // shard.world_size))
+    cached = structs.replace(sizes.cached, kv_heads=kv_heads(config.num_kv_heads, shard).count)
     inputs = LayerInputs(config, shard, dtype, device) if sizes.input_size else None
     layers = []
     for number, slides in enumerate(sizes.slides):

@@ -11,7 +11,7 @@ import torch
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
-from kvllm.models.experts import SharedExpertMLP, make_mlp
+from kvllm.models.experts import SharedExpertMLP, choose_with_bias, make_mlp
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import Experts, make_experts
 from kvllm.models.weights import LinearWeight
@@ -58,11 +58,7 @@ class Glm4MoeMLP(SharedExpertMLP):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router.multiply(x.float()).sigmoid()
-        experts = self._in_best_groups(scores + self.correction).topk(self.experts.per_token).indices
-        chosen = scores.gather(1, experts)
-        if self.experts.normalized:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        return chosen * self.experts.scale, experts
+        return choose_with_bias(scores, self._in_best_groups(scores + self.correction), self.experts, 1e-20)
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[T, experts]`, those of the other groups minus infinity."""

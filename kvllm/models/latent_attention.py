@@ -22,7 +22,6 @@ from kvllm.models.latent import Latent
 from kvllm.models.layers import RowLinear, Weight, row_part, whole
 from kvllm.models.parts import SelfAttention
 from kvllm.models.rope import TopKeys, yarn_strength
-from kvllm.models.rotary import channel_order
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split
 
@@ -98,7 +97,7 @@ class LatentKeys(SigmoidExpertsKeys, kw_only=True):
 class LatentAttention(SelfAttention):
     """`attend` over latents. One product gives the latents of queries, or these themselves, and of keys and values.
 
-    The channels of a cached key are the rotated ones, then the latent, in `channel_order`.
+    The channels of a cached key are in `channel_order`, of the rotated ones and then the latent.
     """
 
     def __init__(
@@ -109,8 +108,6 @@ class LatentAttention(SelfAttention):
         self.head_dim, self.cos_sin, self.shard = config.head_dim, cos_sin, shard
         self.total_heads = config.num_query_heads
         self.num_query_heads, self.num_kv_heads = split(self.total_heads, shard, "query heads"), 1
-        order = channel_order(config)
-        self.order = torch.arange(config.head_dim) if order is None else order
         self.query_size = self.num_query_heads * (sizes.plain + sizes.rotated)
         self.widths = (sizes.query_rank or self.query_size, sizes.rank, sizes.rotated)
         self.inputs = LinearWeight(sum(self.widths), config.hidden_size, dtype, device)
@@ -155,7 +152,7 @@ class LatentAttention(SelfAttention):
         """`[T, hidden_size]` -> queries `[T, query_heads, head_dim]`, and one head of keys and of values."""
         of_queries, latent, turning = self.inputs.multiply(x, None).split(self.widths, 1)
         latent = rms_norm(latent.contiguous(), self.norm, EPS)
-        keys = torch.cat((turning, latent), 1).unsqueeze(1)
+        keys = _joined(turning, latent).unsqueeze(1)
         queries, keys = self._rotated(torch.cat((self._absorbed(of_queries), keys), 1), positions).split(
             (self.num_query_heads, 1), 1
         )
@@ -187,14 +184,19 @@ class LatentAttention(SelfAttention):
         plain, turning = of_queries.unflatten(1, (self.num_query_heads, -1)).split(
             (self.sizes.plain, self.sizes.rotated), 2
         )
-        return torch.cat((turning, torch.bmm(plain.transpose(0, 1), self._to_latents).transpose(0, 1)), 2)
+        return _joined(turning, torch.bmm(plain.transpose(0, 1), self._to_latents).transpose(0, 1))
 
     def _rotated(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, heads, head_dim]` in the order of the checkpoint -> in that of the cache, rotated."""
-        heads = heads[..., self.order.to(heads.device)]
+        """`[T, heads, head_dim]`, rotated."""
         flat = heads.flatten(1)
         rotary(flat, positions, self.cos_sin, heads.shape[1], 0, self.head_dim, None, None, EPS)
         return flat.view_as(heads)
+
+
+def _joined(turning: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """`[..., rotated]` and `[..., rank]` -> `[..., head_dim]`, in the cache's order of channels."""
+    first, second = latent.chunk(2, -1)
+    return torch.cat((turning[..., ::2], first, turning[..., 1::2], second), -1)
 
 
 def _rows(matrix: LinearWeight, first: int, count: int) -> Weight:

@@ -10,7 +10,7 @@ import torch
 
 from kvllm.models.base import Family
 from kvllm.models.config import ModelConfig, refuse
-from kvllm.models.experts import ExpertsMLP
+from kvllm.models.experts import ExpertsMLP, choose_with_bias
 from kvllm.models.layers import Weight, whole
 from kvllm.models.lfm2 import Lfm2BaseKeys, build, make_mlp, read_layers
 from kvllm.models.mixture import make_experts
@@ -44,11 +44,7 @@ class Lfm2Experts(ExpertsMLP):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router.multiply(x).float().sigmoid()
-        experts = (scores + self.correction).topk(self.experts.per_token).indices
-        chosen = scores.gather(1, experts)
-        if self.experts.normalized:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-6)
-        return chosen * self.experts.scale, experts
+        return choose_with_bias(scores, scores + self.correction, self.experts, 1e-6)
 
 
 def read(keys: Lfm2MoeKeys) -> dict[str, Any]:

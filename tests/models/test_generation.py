@@ -174,7 +174,7 @@ def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> Non
 
 def test_layers_that_share_kv_pairs_have_methods_that_read_no_queries(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, **FAMILIES["gemma4"])
-    assert make_llm(tmp_path, compression=CompressionConfig()).config.compression.method == "keydiff"
+    assert make_llm(tmp_path, compression=CompressionConfig()).config.compression.method == "streaming"
     for method in ("mean_attention", "kara_sharp"):
         with pytest.raises(ConfigError, match="layers of the model attend KV pairs of others, .*: use one of keydiff"):
             make_llm(tmp_path, compression=CompressionConfig(method=method))
