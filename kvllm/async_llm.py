@@ -13,12 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import structs
+
 from kvllm.beam_search import BeamSearch, begin_search
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.input_processor import check_sampling
 from kvllm.core.output_stream import OutputStream, Receive
 from kvllm.engine_args import EngineArgs
-from kvllm.engine_builder import build_engine
+from kvllm.engine_builder import build_engine, dtype_of
 from kvllm.errors import EngineDeadError, RequestError
 from kvllm.lora.request import Adapter, LoRARequest
 from kvllm.models.config import ModelConfig
@@ -67,7 +69,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
         """Build the engine. Raises ConfigError and CheckpointError as `LLM` does."""
-        return cls(build_engine(args), args.model_config)
+        return cls(build_engine(args), structs.replace(args.model_config, dtype=dtype_of(args)))
 
     async def generate(
         self,

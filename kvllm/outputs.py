@@ -73,6 +73,8 @@ class RequestMetrics:
         missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
             What remains of prompts and outputs is the share that was kept.
         regions: what was compressed of the first sequence, see `kvllm.core.sequence.Sequence.compressions`.
+        kept_pairs: with `report_kept_pairs`, what each of these compressions has left, see
+            `kvllm.core.protocol.KeptPairs`. Empty with data parallelism.
         missing_mass_max, missing_mass_mean: with recall, of the bounds on the share of attention that lies in dropped
             KV pairs. A step's bound is the largest of all layers and heads. None if nothing dropped was scored, and
             with data parallelism.
@@ -88,6 +90,7 @@ class RequestMetrics:
     evicted_entries: int = 0
     missing_entries: int = 0
     regions: Sequence[Any] = ()
+    kept_pairs: Sequence[Any] = ()
     missing_mass_max: float | None = None
     missing_mass_sum: float = 0.0
     missing_mass_steps: int = 0

@@ -76,6 +76,7 @@ class SamplingParams(Options, frozen=True, kw_only=True, array_like=True):
             `CompressionConfig.retain_blocks`. As many as a window has keep all of it.
         structured_outputs: a JSON schema, regular expression, choice or grammar that the text obeys. It ends where this
             allows it.
+        report_kept_pairs: tell which KV pairs layers and heads keep at each compression (`RequestMetrics.kept_pairs`).
     """
 
     REFUSED: ClassVar[Refused] = {
@@ -126,6 +127,7 @@ class SamplingParams(Options, frozen=True, kw_only=True, array_like=True):
     compress: bool = True
     retain_blocks: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    report_kept_pairs: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

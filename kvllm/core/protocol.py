@@ -351,6 +351,20 @@ class MissingMass(Struct, array_like=True, frozen=True):
     bound: float
 
 
+class KeptPairs(Struct, array_like=True, frozen=True):
+    """Which KV pairs of the positions `first .. end - 1` of a sequence are left after a compression.
+
+    layers: those that attend all tokens. bits: of each of them and each of its KV heads, a bit for each position, the
+        first one in the lowest bit of the first byte.
+    """
+
+    seq_id: int
+    first: int
+    end: int
+    layers: list[int]
+    bits: list[list[bytes]]
+
+
 class StepResult(Struct, array_like=True):
     """tokens: one for each decode, then one for each chunk that samples, in plan order, followed by those of its forks.
 
@@ -363,6 +377,7 @@ class StepResult(Struct, array_like=True):
     missing_masses: of the scheduled sequences whose dropped pairs were scored.
     recalled_bytes: that pairs took which changed places with dropped ones, both ways.
     drafts: for each order of one, its tokens; none where the draft model has no room, or has yet to read the text.
+    kept_pairs: of compressions of the sequences that ask for it (`SamplingParams.report_kept_pairs`).
     """
 
     tokens: list[SampledToken] = []
@@ -374,6 +389,7 @@ class StepResult(Struct, array_like=True):
     recalled_bytes: int = 0
     verified: list[list[SampledToken]] = []
     drafts: list[list[int]] = []
+    kept_pairs: list[KeptPairs] = []
 
 
 encode = msgpack.Encoder().encode

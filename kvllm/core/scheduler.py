@@ -15,7 +15,15 @@ from kvllm.core.drafting.step_cost import StepCost
 from kvllm.core.offloading import Offloading
 from kvllm.core.policies import make_policy
 from kvllm.core.preemption import Preemption
-from kvllm.core.protocol import Accepted, MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
+from kvllm.core.protocol import (
+    Accepted,
+    KeptPairs,
+    MissingMass,
+    PromptLogprobs,
+    SampledToken,
+    StepPlan,
+    StepResult,
+)
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence
 from kvllm.core.shares import Shares
@@ -299,6 +307,8 @@ class Scheduler:
         """Take the tokens of a plan after `advance`. Those of sequences that have ended are discarded."""
         if result.missing_masses:
             self._record_missing_masses(result.missing_masses)
+        if result.kept_pairs:
+            self._record_kept_pairs(result.kept_pairs)
         if self.batch.offloading:
             self.batch.offloading.update(plan, result)
         sampled = []
@@ -337,6 +347,12 @@ class Scheduler:
         for mass in masses:
             if mass.seq_id in running:
                 running[mass.seq_id].metrics.note_missing_mass(mass.bound)
+
+    def _record_kept_pairs(self, found: list[KeptPairs]) -> None:
+        running = {seq.seq_id: seq for seq in self.running if seq.index == 0}
+        for each in found:
+            if seq := running.get(each.seq_id):
+                seq.metrics.kept_pairs = [*seq.metrics.kept_pairs, each]
 
     def last_plans(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""

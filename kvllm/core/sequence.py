@@ -154,7 +154,7 @@ class Sequence:
         self.carried_tail = 0
         self.compressions: list[Region] = []
         if self.index == 0:
-            self.metrics.regions = self.compressions
+            self.metrics.regions, self.metrics.kept_pairs = self.compressions, []
         self.choosing: Region | None = None
         self.scored_from: int | None = None
         self.hashed_blocks = 0

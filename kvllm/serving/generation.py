@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from kvllm.core.protocol import KeptPairs
 from kvllm.core.regions import Region
 from kvllm.core.spans import Span, kept_spans
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.serving.context import RequestContext
-from kvllm.serving.protocol import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
+from kvllm.serving.protocol import CompletionTokensDetails, CompressionUsage, PairsLeft, PromptTokensDetails, Usage
 from kvllm.serving.sampling import GenerationRequest, beam_search, check_logprobs, sampling_params
 
 Receive = Callable[[int, RequestOutput], Awaitable[None] | None]
@@ -58,6 +61,10 @@ class Generation:
         Raises ApiError and ConfigError for what cannot be obeyed, or an answer that may become too large.
         """
         state = context.state
+        asked = body.stream_options
+        self._tells_spans = bool(asked and asked.include_kv_spans)
+        if asked and asked.include_kv_pairs:
+            own["report_kept_pairs"] = True
         self.prompts = prompts
         self._params = [sampling_params(body, number, state.sampling_defaults, **own) for number in max_tokens]
         # Each search gives the best `params.n` continuations.
@@ -71,8 +78,7 @@ class Generation:
         self._request_id = context.request_id
         self._state = state
         self._progress = [Progress(each.n) for each in self._params]
-        self._tells_spans = bool(body.stream_options and body.stream_options.include_kv_spans)
-        self._regions_told = 0
+        self._regions_told = self._pairs_told = 0
         self._begin = time.monotonic()
         self.first_token_seconds: float | None = None
         context.generation = self
@@ -127,6 +133,7 @@ class Generation:
                 sum(each.evicted_entries for each in metrics),
                 sum(each.preemptions for each in metrics),
                 self._new_spans(),
+                self._new_pairs(),
             ),
         )
         if reasoning_tokens is not None:
@@ -145,6 +152,13 @@ class Generation:
             length = max(length, region.end + dropped)
             dropped += region.dropped
         return kept_spans(regions, length)
+
+    def _new_pairs(self) -> list[PairsLeft]:
+        """What compressions since the last call have left, if the request wants it."""
+        found: Sequence[KeptPairs] = self._progress[0].metrics.kept_pairs
+        new = found[self._pairs_told :] if len(found) >= self._pairs_told else found  # else it was preempted
+        self._pairs_told = len(found)
+        return [_pairs_left(each) for each in new]
 
     async def _run(self, index: int, receive: Receive) -> None:
         """Run a prompt, under an id that no other has."""
@@ -206,3 +220,8 @@ class Generation:
         if not progress.has_begun:
             progress.has_begun = True
             self._state.admission.leave_prefill(len(self.prompts[index].token_ids))
+
+
+def _pairs_left(kept: KeptPairs) -> PairsLeft:
+    bits = zlib.compress(b"".join(chain.from_iterable(kept.bits)), level=1)
+    return PairsLeft(kept.first, kept.end, kept.layers, len(kept.bits[0]), bits)

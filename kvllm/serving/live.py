@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvllm.config import CompressionConfig
-from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.snapshot import EngineSnapshot, SequenceRow
 from kvllm.errors import EngineDeadError
 from kvllm.serving.errors import unavailable
+from kvllm.serving.live_info import Info, make_info
 from kvllm.serving.live_warnings import WINDOW_SECONDS, find_warnings
 from kvllm.serving.sse import Write, event, write_out
 
@@ -94,33 +93,6 @@ class Tick(Struct, tag="tick"):
     waiting_for: str
     warnings: list[str]
     refused: list[Refusal]
-
-
-class Info(Struct):
-    """Facts that do not change while the server runs.
-
-    compression: the settings, one line; "" without compression.
-    has_chat_template: whether the model takes conversations; else it completes text.
-    kept_option: the field of a request's `compression` that says how much is kept; "" without compression.
-    kept_default: the engine's own value of it. kept_of: the value that keeps all.
-    pair_bytes: of a token's KV pairs in all layers. kv_dtype: how they are stored, see
-        `kvllm.config.EngineConfig.kv_cache_dtype`.
-    key: the name of the viewer's key; "" if the server needs none.
-    """
-
-    model: str
-    max_model_len: int
-    block_size: int
-    max_num_seqs: int
-    compression: str
-    has_chat_template: bool
-    kept_option: str
-    kept_default: int
-    kept_of: int
-    pair_bytes: float
-    kv_dtype: str
-    needs_key: bool
-    key: str
 
 
 class Start(Struct, tag="start"):
@@ -253,53 +225,3 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
         *first,
         *gap,
     )
-
-
-def make_info(state: ServerState, key: str) -> Info:
-    config = state.llm.config
-    compression = config.active_compression
-    kept_option, kept_default, kept_of = _kept_option(compression)
-    return Info(
-        state.model_name,
-        config.max_model_len,
-        config.block_size,
-        config.max_num_seqs,
-        _describe(compression),
-        state.chat_template.exists,
-        kept_option,
-        kept_default,
-        kept_of,
-        round(state.llm.stats().block_bytes / config.block_size, 1),
-        config.kv_cache_dtype,
-        bool(state.options.keys),
-        key,
-    )
-
-
-def _kept_option(compression: CompressionConfig | None) -> tuple[str, int, int]:
-    if compression is None:
-        return "", 0, 0
-    policy = compression.policy
-    if isinstance(policy, Threshold):
-        return "budget_tokens", policy.budget_tokens, policy.threshold_tokens
-    if isinstance(policy, WindowOptions):
-        return "retain_blocks", policy.retain_blocks, policy.window_blocks
-    return "", 0, 0
-
-
-def _describe(compression: CompressionConfig | None) -> str:
-    """The settings of a compression in one line."""
-    if compression is None:
-        return ""
-    policy = compression.policy
-    name = f"{compression.method}, {policy.name}"
-    if isinstance(policy, Threshold):
-        return f"{name}: at {policy.threshold_tokens} KV pairs {policy.budget_tokens} are kept"
-    if not isinstance(policy, WindowOptions):
-        return name
-    tokens = policy.retain_tokens
-    kept = f"{policy.retain_blocks} blocks" if tokens is None else f"{tokens} KV pairs"
-    if compression.named_groups:
-        by_group = sorted({group.retain_blocks for group in compression.named_groups})
-        kept = f"{' or '.join(map(str, by_group))} blocks, by layer,"
-    return f"{name}: of a window of {policy.window_blocks} blocks, {kept} are kept"

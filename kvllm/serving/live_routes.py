@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,17 +87,20 @@ class _Sequence(Struct):
 
 
 @cache
-def _files() -> dict[str, bytes]:
-    """The content of each file by its name: no path of a request reaches the file system."""
-    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+def _files() -> dict[str, tuple[bytes, bytes]]:
+    """The content of each file by its name, as it is and compressed: no path of a request reaches the file system."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return {name: (content, gzip.compress(content)) for name, content in files.items()}
 
 
 async def file(request: Request) -> Response:
     """The page itself, or a script, style or picture of it. They hold no data, so they need no key. Raises ApiError."""
     name = request.path_params.get("name", "index.html")
-    if (content := _files().get(name)) is None:
+    if (found := _files().get(name)) is None:
         raise ApiError(404, "the page has no such file")
-    return Response(content, headers=HEADERS, media_type=TYPES[Path(name).suffix])
+    takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
+    headers = {**HEADERS, "Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if takes_gzip else {})}
+    return Response(found[takes_gzip], headers=headers, media_type=TYPES[Path(name).suffix])
 
 
 async def events(request: Request) -> EventStream:

@@ -51,11 +51,13 @@ def check_fields(request: Struct) -> None:
 
 class StreamOptions(Struct, kw_only=True):
     """include_usage: end the stream with a chunk that has the usage. continuous_usage_stats: give it in every chunk.
-    include_kv_spans: with the first usage behind each compression, tell what is left of the KV cache."""
+    include_kv_spans: with the first usage behind each compression, tell what is left of the KV cache.
+    include_kv_pairs: tell there, too, which KV pairs each layer and head has left."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_kv_spans: bool | None = None
+    include_kv_pairs: bool | None = None
 
 
 class CompressionOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -256,6 +258,21 @@ class CompletionTokensDetails(Struct):
     reasoning_tokens: int
 
 
+class PairsLeft(Struct):
+    """Which KV pairs of the positions `first .. end - 1` are left after a compression.
+
+    layers: numbers of those that attend all tokens. heads: KV heads of each.
+    bits: compressed by zlib; for each layer and there for each head, in whole bytes, a bit for each position, the first
+        one in the lowest bit of the first byte.
+    """
+
+    first: int
+    end: int
+    layers: list[int]
+    heads: int
+    bits: bytes
+
+
 class CompressionUsage(Struct, omit_defaults=True):
     """What compression did to the request's KV cache.
 
@@ -263,8 +280,9 @@ class CompressionUsage(Struct, omit_defaults=True):
     windows: windows compressed, summed over the completions.
     evicted_pairs: KV pairs dropped, in the same way. After a preemption, both count again what is compressed again.
     preemptions: times that a completion lost its cache and was computed again.
-    kv_spans: positions from, positions up to, and how many KV pairs of these are left, in order; of the first
-        completion, and only where a stream asks for it.
+    kv_spans: positions from, positions up to, and how many KV pairs of these are left, in order.
+    kv_pairs: what compressions since the last usage have left; of their positions, it takes the place of what was told
+        before. Both are of the first completion, and told only where a stream asks for them.
     """
 
     kept_share: float
@@ -272,6 +290,7 @@ class CompressionUsage(Struct, omit_defaults=True):
     evicted_pairs: int
     preemptions: int
     kv_spans: list[Span] = []
+    kv_pairs: list[PairsLeft] = []
 
 
 class Usage(Struct):

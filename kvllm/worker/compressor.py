@@ -138,7 +138,7 @@ class Compressor:
         cached = int(part.tables.kv_lengths([state.table_slot])[0])
         end = min(cached, start + job.region_blocks * self.block_size)
         kept = region_indices(chosen, job.size, job.size - job.stride, end - start - job.span)
-        return Move(seq_id, job, state, start, end, cached, part.region_blocks(job, state), chosen, kept)
+        return Move(seq_id, job, state, start, end, cached, part.layers, part.region_blocks(job, state), chosen, kept)
 
     def _stack(self, regions: list[Any]) -> torch.Tensor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""

@@ -73,7 +73,7 @@ class PartWindows:
 class Move:
     """KV pairs `start .. end - 1` of a sequence's `cached` ones, about to be compacted in one part.
 
-    job: of this part. blocks: ids of the region's.
+    job: of this part. layers: those of the part. blocks: ids of the region's.
     chosen: int64 `[layers, windows, kv_heads, retain]`, survivors as offsets in their windows, -1 where a head keeps
         fewer. kept: int64 `[layers, kv_heads, K]`, ascending offsets in the region of all that stays: survivors, and
         the tail after the windows.
@@ -85,6 +85,7 @@ class Move:
     start: int
     end: int
     cached: int
+    layers: Sequence[int]
     blocks: np.ndarray
     chosen: torch.Tensor
     kept: torch.Tensor

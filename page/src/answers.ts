@@ -1,10 +1,10 @@
 // Answers as they come: what is asked for, what is taken up, and answers that go on while the page was away.
 
 import { type Signal, signal } from "@preact/signals";
-import { type Event, Problem, askForKey, call, events } from "./api";
+import { type Event, Problem, askForKey, call, events, keys } from "./api";
 import { save } from "./database";
 import { type Conversation, type Message, add, asText, newId, path } from "./model";
-import { info, models } from "./server";
+import { info, models, reconnect } from "./server";
 
 const SAVE_PERIOD = 1000;
 const MARK_TOKENS = 8;
@@ -37,7 +37,7 @@ function body(conversation: Conversation, answer: Message) {
   const { settings } = conversation, server = info.value!;
   const request: Record<string, unknown> = {
     model: conversation.model && models.value.includes(conversation.model) ? conversation.model : undefined, stream: true,
-    stream_options: { include_usage: true, continuous_usage_stats: true, include_kv_spans: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true, include_kv_spans: true, include_kv_pairs: true },
     temperature: settings.temperature, top_p: settings.top_p, max_tokens: settings.max_tokens,
     seed: settings.seed ?? answer.seed,
   };
@@ -63,7 +63,7 @@ function body(conversation: Conversation, answer: Message) {
 export function ask(conversation: Conversation, parent: string, share: number | null, pair?: Message, seed?: number): Message {
   const answer = add(conversation, {
     parent, role: "assistant", content: "", model: conversation.model || info.value?.model, share, seed, state: "running",
-    kept: newId(), last: 0, begun: Date.now(),
+    kept: newId(), last: 0, key: info.value?.key, begun: Date.now(),
   });
   if (pair) [answer.pair, answer.second, pair.pair] = [pair.id, true, answer.id];
   conversation.leaf = answer.id;
@@ -85,7 +85,11 @@ export async function follow(conversation: Conversation, answer: Message, resume
     finish(answer, "done");
   } catch (error) {
     if (controller.signal.aborted) finish(answer, "stopped");
-    else finish(answer, "failed", (error as Error).message, error instanceof Problem && error.status === 0);
+    else {
+      const isLost = error instanceof Problem && error.status === 0;
+      finish(answer, "failed", (error as Error).message, isLost);
+      if (isLost || error instanceof Problem && error.status === 404) reconnect();  // it may be another server now
+    }
   } finally {
     clearInterval(saver);
     running.delete(answer.id);
@@ -108,7 +112,7 @@ async function read(conversation: Conversation, answer: Message, resumes: boolea
   let isAsked = resumes;
   for (let failures = 0; ;) {
     try {
-      const response = isAsked ? await call(`live/answers/${answer.kept}?after=${answer.last}`, { signal }) : await post(conversation, answer, signal);
+      const response = isAsked ? await call(`live/answers/${answer.kept}?after=${answer.last}`, { signal, key: answer.key }) : await post(conversation, answer, signal);
       isAsked = true;
       for await (const event of events(response)) {
         if (event.data === "done") return;
@@ -121,7 +125,7 @@ async function read(conversation: Conversation, answer: Message, resumes: boolea
       const status = error instanceof Problem ? error.status : error instanceof TypeError ? 0 : null;
       if (status === 401) { await askForKey("This server needs an API key."); continue; }
       if (status === 404 && isAsked) {
-        if (resumes || answer.last) throw new Problem(GONE, 404, false);
+        if (answer.last) throw new Problem(GONE, 404, false);
         isAsked = false;  // it had never arrived
         continue;
       }
@@ -134,7 +138,7 @@ async function read(conversation: Conversation, answer: Message, resumes: boolea
 
 function post(conversation: Conversation, answer: Message, signal: AbortSignal): Promise<Response> {
   return call(info.value!.has_chat_template ? "v1/chat/completions" : "v1/completions", {
-    method: "POST", signal, headers: { "Content-Type": "application/json", "X-Keep-Answer": answer.kept! },
+    method: "POST", signal, key: answer.key, headers: { "Content-Type": "application/json", "X-Keep-Answer": answer.kept! },
     body: JSON.stringify(body(conversation, answer)),
   });
 }
@@ -177,9 +181,11 @@ function takeCall(answer: Message, part: any) {
 }
 
 function takeUsage(answer: Message, usage: NonNullable<Message["usage"]>) {
-  const before = answer.usage?.kvllm, { kv_spans: spans, ...now } = usage.kvllm;
+  const before = answer.usage?.kvllm, { kv_spans: spans, kv_pairs: pairs = [], ...now } = usage.kvllm;
   const memory = answer.memory ??= { spans: [], events: [] };
   if (spans) memory.spans = spans;
+  if (now.preemptions > (before?.preemptions ?? 0)) memory.pairs = [];  // it was computed again
+  for (const each of pairs) memory.pairs = [...(memory.pairs ?? []).filter(old => old.first < each.first || old.end > each.end), each];
   const windows = now.windows - (before?.windows ?? 0), dropped = now.evicted_pairs - (before?.evicted_pairs ?? 0);
   if (windows > 0) memory.events.push({ tokens: usage.total_tokens, windows, dropped });
   answer.usage = { ...usage, kvllm: now };
@@ -189,17 +195,20 @@ function takeUsage(answer: Message, usage: NonNullable<Message["usage"]>) {
 
 // Ends an answer, here and on the server.
 export async function stop(answer: Message) {
-  const name = answer.kept;
+  const { kept, key } = answer;
   running.get(answer.id)?.abort();
-  if (name) await call(`live/answers/${name}`, { method: "DELETE" }).catch(() => {});
+  if (kept) await call(`live/answers/${kept}`, { method: "DELETE", key }).catch(() => {});
 }
 
-// Takes up the answers that were running when the page was left.
+// Takes up the answers that were running when the page was left, or when the server could not be reached any more.
+const hasKey = ({ key }: Message) => !key || key === info.value!.key || keys.value.some(each => each.name === key);
+
 export function resumeAll(conversations: Conversation[]) {
   for (const conversation of conversations) {
     for (const message of Object.values(conversation.messages)) {
-      if (message.state === "running" && message.kept) follow(conversation, message, true);
-      else if (message.state === "running") message.state = "stopped";
+      const isOpen = message.state === "running" || message.state === "failed";
+      if (isOpen && message.kept && hasKey(message)) follow(conversation, message, true);
+      else if (message.state === "running" && !message.kept) message.state = "stopped";
     }
   }
 }

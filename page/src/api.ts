@@ -2,22 +2,39 @@
 
 import { signal } from "@preact/signals";
 
-const NAME = "kvllm-key";
-let memoryKey: string | null = null;
+const NAME = "kvllm-keys";
 
+// name: the server's, "" until it has told it. remembers: until the tab is closed; else until the page is left.
+export interface Key { name: string; value: string; remembers: boolean }
+
+// Those that were given; requests carry the first one.
+export const keys = signal<Key[]>(remembered());
 // Why a key is asked for; null while none is.
 export const keyWanted = signal<string | null>(null);
 let waiting: (() => void)[] = [];
 
-export const currentKey = () => memoryKey ?? sessionStorage.getItem(NAME) ?? "";
+function remembered(): Key[] {
+  try { return JSON.parse(sessionStorage.getItem(NAME) ?? "[]"); } catch { return []; }
+}
 
-// remembers: until the tab is closed; else until the page is left.
-export function useKey(key: string, remembers: boolean) {
-  sessionStorage.removeItem(NAME);
-  memoryKey = null;
-  if (key && remembers) sessionStorage.setItem(NAME, key);
-  else memoryKey = key || null;
+function set(list: Key[]) {
+  keys.value = list;
+  sessionStorage.setItem(NAME, JSON.stringify(list.filter(key => key.remembers)));
+}
+
+const others = (key: Key) => keys.value.filter(each => each.value !== key.value);
+
+export function useKey(key: Key) {
+  set([key, ...others(key)]);
   closeKey();
+}
+
+export const forgetKey = (key: Key) => set(others(key));
+
+// The server has told the name of the key in use.
+export function nameKey(name: string) {
+  const [used] = keys.value;
+  if (used && used.name !== name) set([{ ...used, name }, ...keys.value.slice(1)]);
 }
 
 export function closeKey() {
@@ -26,15 +43,16 @@ export function closeKey() {
   waiting = [];
 }
 
-// Lets the user type a key; resolves when that is done.
+// Lets the user give or choose a key; resolves when that is done.
 export function askForKey(note: string): Promise<void> {
   keyWanted.value = note;
   return new Promise(resolve => waiting.push(resolve));
 }
 
-export function headers(others: Record<string, string> = {}): Record<string, string> {
-  const key = currentKey();
-  return key ? { ...others, Authorization: `Bearer ${key}` } : others;
+// of: the name of a key other than the one in use, if it is known.
+function headers(given: Record<string, string> = {}, of?: string): Record<string, string> {
+  const key = (of && keys.value.find(each => each.name === of)) || keys.value[0];
+  return key ? { ...given, Authorization: `Bearer ${key.value}` } : given;
 }
 
 // What went wrong, in words with what to do. isPassing: whether the same request may succeed later.
@@ -44,10 +62,13 @@ export class Problem extends Error {
 
 const UNREACHABLE = "The server cannot be reached. See whether it is running, then try again.";
 
-export async function call(path: string, options: RequestInit & { headers?: Record<string, string> } = {}): Promise<Response> {
+export interface Options extends RequestInit { headers?: Record<string, string>; key?: string }
+
+// key: the name of the key that the request needs, if it is not the one in use.
+export async function call(path: string, options: Options = {}): Promise<Response> {
   let response: Response;
   try {
-    response = await fetch(path, { ...options, headers: headers(options.headers) });
+    response = await fetch(path, { ...options, headers: headers(options.headers, options.key) });
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new Problem(UNREACHABLE, 0, true);

@@ -5,7 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { runningCount } from "./answers";
 import { percent } from "./format";
 import { type Attachment, path } from "./model";
-import { info } from "./server";
+import { info, status } from "./server";
 import { compares, current, send, share, stopAll, version } from "./store";
 
 const LONG_PASTE = 2000;  // characters from which on a paste becomes an attachment
@@ -76,6 +76,7 @@ export function Composer() {
   };
   return (
     <form class="composer" onSubmit={event => { event.preventDefault(); submit(); }} onDragOver={event => event.preventDefault()} onDrop={drop}>
+      {!info.value && current.value.leaf && <p class="problem" role="status">{status.value === "connecting" ? "Connecting to the server…" : status.value}</p>}
       {problem.value && <p class="problem" role="alert">{problem.value}</p>}
       {files.value.length > 0 && (
         <ul class="files" aria-label="Attached">{files.value.map(file => (

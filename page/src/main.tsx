@@ -3,9 +3,10 @@
 import { signal } from "@preact/signals";
 import { options, render } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { closeKey, currentKey, keyWanted, useKey } from "./api";
+import { type Key, closeKey, forgetKey, keyWanted, keys, useKey } from "./api";
 import { Chat } from "./chat";
 import { shortName } from "./format";
+import { TokenTip } from "./memory";
 import { receive, Monitor } from "./monitor/monitor";
 import { Dialog } from "./parts";
 import { connect, info, models, reconnect } from "./server";
@@ -32,13 +33,14 @@ function App() {
         <h1>KvLLM</h1>
         <ModelChoice />
         <span class="space" />
-        {info.value?.needs_key !== false && <button type="button" id="change-key" class="quiet" onClick={() => { keyWanted.value = "Requests of this page carry this key."; }}>Key</button>}
+        {info.value?.needs_key !== false && <button type="button" id="change-key" class="quiet" onClick={() => { keyWanted.value = ""; }}>Key{info.value?.key && <span>: {info.value.key}</span>}</button>}
         <nav class="views" aria-label="Views">
           <a href="#chat" aria-current={isChat ? "page" : undefined}>Chat</a>
           <a href="#monitor" aria-current={isChat ? undefined : "page"}>Monitor</a>
         </nav>
       </header>
       {isChat ? <Chat /> : <Monitor />}
+      <TokenTip />
       {keyWanted.value !== null && <KeyDialog note={keyWanted.value} />}
       <Toast />
     </>
@@ -55,16 +57,27 @@ function ModelChoice() {
 
 function KeyDialog({ note }: { note: string }) {
   const field = useRef<HTMLInputElement>(null), remembers = useRef<HTMLInputElement>(null);
-  const use = (event: Event) => {
+  const use = (key: Key) => { useKey(key); reconnect(); };
+  const submit = (event: Event) => {
     event.preventDefault();
-    useKey(field.current!.value.trim(), remembers.current!.checked);
-    reconnect();
+    const value = field.current!.value.trim();
+    if (value) use({ name: "", value, remembers: remembers.current!.checked });
   };
   return (
-    <Dialog id="key-dialog" title="API key" onClose={closeKey}>
-      <form onSubmit={use}>
-        <p>{note}</p>
-        <label class="block">Key<input id="key" ref={field} type="password" autocomplete="off" value={currentKey()} /></label>
+    <Dialog id="key-dialog" title="API keys" onClose={closeKey}>
+      {note && <p>{note}</p>}
+      {keys.value.length > 0 && <ul class="keys" aria-label="Keys of this tab">{keys.value.map((key, i) => {
+        const name = key.name || "a key that was not used yet";
+        return (
+          <li key={key.value}>
+            <button type="button" class="link" aria-pressed={i === 0} onClick={() => use(key)}>{name}</button>
+            {i === 0 && <span class="note">in use</span>}<span class="space" />
+            <button type="button" class="quiet" aria-label={`Forget ${name}`} onClick={() => { forgetKey(key); if (i === 0) reconnect(); }}>×</button>
+          </li>
+        );
+      })}</ul>}
+      <form onSubmit={submit}>
+        <label class="block">{keys.value.length ? "Another key" : "Key"}<input id="key" ref={field} type="password" autocomplete="off" /></label>
         <label class="check"><input ref={remembers} type="checkbox" checked /> Keep it until this tab is closed</label>
         <div class="row"><button type="submit" class="primary">Use this key</button></div>
       </form>

@@ -1,8 +1,11 @@
 // What is left of an answer's KV cache: a strip, and what happened to it.
 
-import { useState } from "preact/hooks";
+import { signal } from "@preact/signals";
+import type { ComponentChildren } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { changes } from "./answers";
 import { bytes, count, percent, whole } from "./format";
+import { type Held, held } from "./held";
 import type { Memory, Message, Span } from "./model";
 import { info } from "./server";
 
@@ -33,22 +36,23 @@ export function excerpt(message: Message, [start, end]: Span, most = 90): string
   return text.length > most ? `${text.slice(0, most / 2)} … ${text.slice(-most / 2)}` : text;
 }
 
+interface Pointed { message: Message; at: number; x: number; y: number }
+
+// The token that is pointed at, in the strip of one of the answers.
+const pointed = signal<Pointed | null>(null);
+
 export function MemoryStrip({ message }: { message: Message }) {
-  const [shown, setShown] = useState<Span | null>(null), [isOpen, setOpen] = useState(false);
+  const [isOpen, setOpen] = useState(false);
   changes(message.id).value;
   const { usage, memory } = message;
   if (!usage || !memory) return null;
-  const length = usage.total_tokens, spans = upTo(memory, length), { kept_share: kept } = usage.kvllm;
-  const describe = ([start, end, left]: Span) =>
-    `words ${whole(start)} to ${whole(end - 1)}: ${left === end - start ? "all remembered" : `${percent(left / (end - start))} remembered`}`;
-  const summary = `Memory: ${percent(kept)} kept`;
+  const length = usage.total_tokens, spans = upTo(memory, length), summary = `Memory: ${percent(usage.kvllm.kept_share)} kept`;
   return (
     <div class="memory">
-      <Strip spans={spans} prompt={usage.prompt_tokens} length={length} label={`${summary} of ${count(length, "token")}`} onShow={setShown} />
-      <p class="under" aria-live="off">
-        {shown ? <><b>{describe(shown).replace("words", "tokens")}</b> <q dir="auto">{excerpt(message, shown) || "what was asked"}</q></>
-          : <>{summary}{memory.events.length ? `, compressed ${memory.events.length === 1 ? "once" : `${memory.events.length} times`}` : ""}</>}
-      </p>
+      <Tokens message={message} length={length}>
+        <Strip spans={spans} prompt={usage.prompt_tokens} length={length} label={`${summary} of ${count(length, "token")}`} />
+      </Tokens>
+      <p class="under">{summary}{memory.events.length ? `, compressed ${memory.events.length === 1 ? "once" : `${memory.events.length} times`}` : ""}</p>
       <details onToggle={event => setOpen(event.currentTarget.open)}>
         <summary>Details</summary>
         {isOpen && <Details message={message} spans={spans} />}
@@ -57,25 +61,102 @@ export function MemoryStrip({ message }: { message: Message }) {
   );
 }
 
-// A bar for each span, as high as the share that is left.
-export function Strip({ spans, prompt, length, label, onShow }: {
-  spans: Span[]; prompt: number; length: number; label: string; onShow?: (span: Span | null) => void;
-}) {
+// What a pointer or the arrow keys go through, token by token.
+function Tokens({ message, length, children }: { message: Message; length: number; children: ComponentChildren }) {
+  const at = pointed.value?.message.id === message.id ? Math.min(pointed.value.at, length - 1) : 0;
+  const show = (box: HTMLElement, token: number) => {
+    const { left, top, width } = box.getBoundingClientRect(), found = Math.max(0, Math.min(length - 1, Math.floor(token)));
+    pointed.value = { message, at: found, x: left + width * (found + 0.5) / length, y: top };
+  };
+  const point = (event: PointerEvent) => {
+    const box = event.currentTarget as HTMLElement, { left, width } = box.getBoundingClientRect();
+    show(box, length * (event.clientX - left) / width);
+  };
+  const key = (event: KeyboardEvent) => {
+    const page = Math.max(1, Math.round(length / 20));
+    const moves: Record<string, number> = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowDown: at - 1, ArrowUp: at + 1, PageDown: at - page, PageUp: at + page, Home: 0, End: length - 1 };
+    if (event.key === "Escape") pointed.value = null;
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    show(event.currentTarget as HTMLElement, moves[event.key]);
+  };
+  const leave = () => { pointed.value = null; };
   return (
-    <svg class="strip" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label={label} onPointerLeave={() => onShow?.(null)}>
-      {spans.map(span => <Bar span={span} prompt={prompt} length={length} onShow={() => onShow?.(span)} />)}
+    <div class="tokens" role="slider" tabindex={0} aria-label="Tokens of this answer in memory" aria-valuemin={0} aria-valuemax={length - 1} aria-valuenow={at}
+      aria-valuetext={`token ${at}`} onPointerMove={point} onPointerDown={point} onPointerLeave={leave}
+      onFocus={event => { if (event.currentTarget.matches(":focus-visible")) show(event.currentTarget, at); }} onBlur={leave} onKeyDown={key}>
+      {children}
+    </div>
+  );
+}
+
+// What the token pointed at says, where it does, and which layers and heads hold it.
+export function TokenTip() {
+  const shown = pointed.value, box = useRef<HTMLDivElement>(null), [found, setFound] = useState<Held | null>(null);
+  useEffect(() => {
+    if (!shown) return;
+    const { message, at } = shown, spans = upTo(message.memory!, message.usage!.total_tokens);
+    let isShown = true;
+    held(message.memory!, spans.find(span => at < span[1]) ?? spans.at(-1)!, at).then(each => { if (isShown) setFound(each); });
+    return () => { isShown = false; };
+  }, [shown]);
+  useLayoutEffect(() => {
+    if (!shown || !box.current) return;
+    const { width, height } = box.current.getBoundingClientRect();
+    box.current.style.left = `${Math.max(8, Math.min(innerWidth - width - 8, shown.x - width / 2))}px`;
+    box.current.style.top = `${shown.y > height + 16 ? shown.y - height - 8 : shown.y + HEIGHT + 8}px`;
+  });
+  if (!shown || !found) return null;
+  const { message, at } = shown, text = excerpt(message, [at - 2, at + 3, 0], 40);
+  return (
+    <div class="tip" ref={box} role="status">
+      <p><b>Token {whole(at)}</b> {at < message.usage!.prompt_tokens ? "of what was asked" : <q dir="auto">{text}</q>}</p>
+      <p>{inWords(found)}</p>
+      {found.layers.length > 0 && <HolderGrid held={found} />}
+    </div>
+  );
+}
+
+function inWords({ share, layers }: Held): string {
+  const facts = info.value!, elsewhere = facts.dropped_to ? `, the rest in ${facts.dropped_to}` : "";
+  const all = layers.flatMap(each => each.heads), number = all.filter(Boolean).length;
+  if (share === 1) return `Held by all layers and heads, in the pool: ${facts.stored}.`;
+  if (!all.length) return `${percent(share)} of what is around it is held, in the pool: ${facts.stored}${elsewhere}.`;
+  if (!number) return facts.dropped_to ? `Held in ${facts.dropped_to} alone.` : "Held nowhere any more.";
+  return `Held by ${number} of ${all.length} heads, in the pool: ${facts.stored}${elsewhere}.`;
+}
+
+// A column for each layer, a row for each of its heads.
+function HolderGrid({ held: { layers } }: { held: Held }) {
+  const heads = layers[0].heads.length, size = Math.max(3, Math.min(10, Math.floor(280 / layers.length)));
+  return (
+    <>
+      <svg class="holders" width={size * layers.length} height={size * heads} aria-hidden="true">
+        {layers.flatMap(({ heads: holds }, x) => holds.map((isHeld, y) =>
+          <rect class={isHeld ? "is-held" : "is-gone"} x={size * x} y={size * y} width={size - 1} height={size - 1} />))}
+      </svg>
+      <small>{count(layers.length, "layer")} across, {count(heads, "head")} down</small>
+    </>
+  );
+}
+
+// A bar for each span, as high as the share that is left.
+export function Strip({ spans, prompt, length, label }: { spans: Span[]; prompt: number; length: number; label: string }) {
+  return (
+    <svg class="strip" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label={label}>
+      {spans.map(span => <Bar span={span} prompt={prompt} length={length} />)}
     </svg>
   );
 }
 
-function Bar({ span, prompt, length, onShow }: { span: Span; prompt: number; length: number; onShow: () => void }) {
+function Bar({ span, prompt, length }: { span: Span; prompt: number; length: number }) {
   const [start, end, kept] = span, share = kept / (end - start), x = (position: number) => WIDTH * position / length;
   const parts: [number, number, string][] = share < 1 ? [[start, end, "compressed"]]
     : [[start, Math.min(end, prompt), "prompt"], [Math.max(start, prompt), end, "tail"]];
   return <>{parts.filter(([from, to]) => to > from).map(([from, to, tone]) => {
     const width = Math.max(1, x(to) - x(from) - 1);
     return (
-      <g onPointerEnter={onShow}>
+      <g>
         <rect class="back" x={x(from)} y={0} width={width} height={HEIGHT} />
         <rect class={`fill t-${tone}`} x={x(from)} y={HEIGHT * (1 - share)} width={width} height={HEIGHT * share} />
       </g>
@@ -86,12 +167,11 @@ function Bar({ span, prompt, length, onShow }: { span: Span; prompt: number; len
 function Details({ message, spans }: { message: Message; spans: Span[] }) {
   changes(message.id).value;
   const { usage, memory } = message, facts = info.value, held = usage!.total_tokens * usage!.kvllm.kept_share;
-  const stored = facts && facts.kv_dtype !== "auto" ? `, as ${facts.kv_dtype}` : "";
   return (
     <>
       <p>
         {count(usage!.total_tokens, "token")}, {count(Math.round(held), "KV pair")} of them left in the mean over layers
-        {facts ? `: ${bytes(held * facts.pair_bytes)} of ${bytes(usage!.total_tokens * facts.pair_bytes)}${stored}` : ""}.
+        {facts ? `: ${bytes(held * facts.pair_bytes)} of ${bytes(usage!.total_tokens * facts.pair_bytes)}, ${facts.stored}` : ""}.
         {facts && !facts.compression ? " This server compresses nothing: kvllm serve --compression does." : ""}
         {usage!.kvllm.preemptions ? ` Computed again ${count(usage!.kvllm.preemptions, "time")}, as room was short.` : ""}
       </p>

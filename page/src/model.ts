@@ -2,18 +2,23 @@
 
 export type Span = [start: number, end: number, kept: number];
 
-// What became of the KV pairs of an answer. events: at so many tokens, so many pairs were dropped.
-export interface Memory { spans: Span[]; events: { tokens: number; windows: number; dropped: number }[] }
+// Which pairs of some positions are left; bits: see the server's PairsLeft.
+export interface PairsLeft { first: number; end: number; layers: number[]; heads: number; bits: string }
+
+// What became of the KV pairs of an answer. events: at so many tokens, so many pairs were dropped. pairs: later ones
+// take the place of earlier ones.
+export interface Memory { spans: Span[]; pairs?: PairsLeft[]; events: { tokens: number; windows: number; dropped: number }[] }
 
 export interface Usage {
   prompt_tokens: number; completion_tokens: number; total_tokens: number;
-  kvllm: { kept_share: number; windows: number; evicted_pairs: number; preemptions: number; kv_spans?: Span[] };
+  kvllm: { kept_share: number; windows: number; evicted_pairs: number; preemptions: number; kv_spans?: Span[]; kv_pairs?: PairsLeft[] };
 }
 
 export interface Call { id: string; name: string; arguments: string }
 export interface Attachment { name: string; text: string }
 
 // state: of an answer. kept: the server's name of the answer while it runs. last: number of its last event here.
+// key: the name of the key that it was asked for with.
 // share: what compression was to keep, null for the server's own setting, 1 for all. pair: the answer beside this one.
 // marks: at so many tokens, so many characters had come. times: milliseconds since 1970.
 export interface Message {
@@ -21,7 +26,7 @@ export interface Message {
   files?: Attachment[]; callId?: string;
   thought?: string; calls?: Call[]; model?: string;
   state?: "running" | "done" | "stopped" | "failed"; error?: string; finish?: string;
-  kept?: string; last?: number; seed?: number; share?: number | null; pair?: string; second?: boolean;
+  kept?: string; last?: number; key?: string; seed?: number; share?: number | null; pair?: string; second?: boolean;
   usage?: Usage; memory?: Memory; marks?: [tokens: number, characters: number][];
   begun?: number; first?: number; thoughtEnd?: number; ended?: number;
 }

@@ -1,5 +1,5 @@
-// The text of an answer, block by block: a block that has not changed is left alone, and one that was never near the
-// view is plain text, which costs nothing and is found by the browser's search.
+// The text of an answer, block by block: a block that has not changed is left alone, and one that is far from the view
+// is plain text, which costs little and is found by the browser's search.
 
 import { Component, createRef } from "preact";
 import { useRef } from "preact/hooks";
@@ -7,16 +7,16 @@ import { Blocks, render } from "./markdown";
 import { copyText } from "./parts";
 
 const NEAR = "1500px";
-const waiting = new WeakMap<Element, Block>();
+const blocks = new WeakMap<Element, Block>();
 const observer = new IntersectionObserver(entries => {
-  for (const entry of entries) if (entry.isIntersecting) waiting.get(entry.target)?.come();
+  for (const entry of entries) blocks.get(entry.target)?.move(entry.isIntersecting);
 }, { rootMargin: `${NEAR} 0px`, scrollMargin: `${NEAR} 0px` } as IntersectionObserverInit);
 
-// grows: whether more is to come; what does is in view.
+// grows: whether more is to come; what does is made into elements at once.
 export function Prose({ text, grows }: { text: string; grows: boolean }) {
-  const blocks = useRef<Blocks | null>(null);
-  blocks.current ??= new Blocks();
-  return <div class="prose">{blocks.current.update(text).map((source, i) => <Block key={i} source={source} isNear={grows} />)}</div>;
+  const parts = useRef<Blocks | null>(null);
+  parts.current ??= new Blocks();
+  return <div class="prose">{parts.current.update(text).map((source, i) => <Block key={i} source={source} isNear={grows} />)}</div>;
 }
 
 class Block extends Component<{ source: string; isNear: boolean }> {
@@ -28,14 +28,15 @@ class Block extends Component<{ source: string; isNear: boolean }> {
 
   componentDidMount() {
     this.fill();
-    if (this.isNear) return;
-    waiting.set(this.box.current!, this);
+    blocks.set(this.box.current!, this);
     observer.observe(this.box.current!);
   }
 
-  come() {
-    observer.unobserve(this.box.current!);
-    this.isNear = true;
+  // What is selected or has the focus stays as it is.
+  move(isNear: boolean) {
+    const box = this.box.current!;
+    if (isNear === this.isNear || !isNear && (box.contains(document.activeElement) || getSelection()?.containsNode(box, true))) return;
+    this.isNear = isNear;
     this.fill();
   }
 

@@ -1,19 +1,19 @@
 // What the server tells of itself: the model, what compression may be asked for, and its figures while the monitor is open.
 
 import { signal } from "@preact/signals";
-import { Problem, askForKey, call, events } from "./api";
+import { Problem, askForKey, call, events, forgetKey, keys, nameKey } from "./api";
 
 export interface Info {
   model: string; max_model_len: number; block_size: number; max_num_seqs: number; compression: string;
   has_chat_template: boolean; kept_option: string; kept_default: number; kept_of: number; pair_bytes: number;
-  kv_dtype: string; needs_key: boolean; key: string;
+  stored: string; dropped_to: string; needs_key: boolean; key: string;
 }
 
 export const info = signal<Info | null>(null);
 export const models = signal<string[]>([]);
 export const status = signal("connecting");
 
-const LONGEST_PAUSE = 10_000;
+const LONGEST_PAUSE = 4000;
 let controller = new AbortController();
 let wantsTicks = false, receive: (event: any) => void = () => {};
 
@@ -51,6 +51,7 @@ async function run() {
         if (data === "done") continue;
         receive(data);
         if (data.type === "start") {
+          nameKey(data.info.key);
           info.value = data.info;
           status.value = "live";
           await listModels();
@@ -62,10 +63,13 @@ async function run() {
       if (controller.signal.aborted) continue;
       if (error instanceof Problem && error.status === 401) {
         status.value = "a key is needed";
-        await askForKey("This server needs an API key.");
+        const [refused] = keys.value;
+        if (refused) forgetKey(refused);
+        await askForKey(refused ? "The server does not know this key: give another one." : "This server needs an API key.");
         continue;
       }
-      status.value = error instanceof Problem ? error.message : "The connection was lost; the page tries again by itself.";
+      const isOut = !(error instanceof Problem) || error.status === 0;
+      status.value = isOut ? "The server cannot be reached. The page tries again by itself." : error.message;
     }
     await new Promise(resolve => setTimeout(resolve, pause));
     pause = Math.min(2 * pause, LONGEST_PAUSE);

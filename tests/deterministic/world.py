@@ -111,7 +111,7 @@ class World:
             replicas = cast("Any", self.replicas)
             options = {"vocab_size": VOCAB, "eos_token_ids": (END,), "tokenizer": tokenizer}
             self.engine = DataParallelEngine(self.config, replicas, **options)
-        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=VOCAB)))
+        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=VOCAB, dtype="float32")))
 
     async def _main(self) -> None:
         self.llm = self._make_llm()

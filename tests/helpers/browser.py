@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ def open_browser() -> Iterator[Browser]:
         browser.close()
 
 
+def giving_key(key: str) -> str:
+    """A script that gives the page a key before it starts, if it has none."""
+    keys = json.dumps(json.dumps([{"name": "", "value": key, "remembers": True}]))
+    return f"if (location.host && !sessionStorage['kvllm-keys']) sessionStorage['kvllm-keys'] = {keys};"
+
+
 @contextmanager
 def watched_page(
     browser: Browser, url: str, *, path: str = "/", key: str | None = None, **options: Any
@@ -36,14 +43,14 @@ def watched_page(
     the console had an error or a request went to another host."""
     context = browser.new_context(**options)
     page = context.new_page()
-    page.set_default_timeout(int(__import__("os").environ.get("PT", "20000")))
+    page.set_default_timeout(20_000)
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     foreign: list[str] = []
     page.on("request", lambda request: None if request.url.startswith(url) else foreign.append(request.url))
     if key is not None:
-        context.add_init_script(f"if (location.host) sessionStorage.setItem('kvllm-key', {key!r})")
+        context.add_init_script(giving_key(key))
     page.goto(url + path)
     yield page
     context.close()

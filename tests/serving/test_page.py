@@ -8,15 +8,19 @@ import json
 import re
 import threading
 import time
+import zlib
+from base64 import b64decode
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
-from tests.helpers.browser import open_browser, watched_page
+from tests.helpers.browser import giving_key, open_browser, watched_page
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.firefox import open_firefox
 from tests.helpers.server import ServerProcess
@@ -222,7 +226,7 @@ def test_a_lost_answer_is_told_in_words(browser: Browser, server: ServerProcess)
     """The server was started again; it cannot be reached; the conversation is too long."""
     context = browser.new_context()
     page = context.new_page()
-    page.add_init_script(f"sessionStorage.setItem('kvllm-key', {KEYS['alice']!r})")
+    page.add_init_script(giving_key(KEYS["alice"]))
     page.goto(server.url)
     page.wait_for_selector(".welcome h2")
     bring_in(page, conversation({"content": "x"}, {"content": "half of an ans"}))
@@ -376,14 +380,16 @@ def test_twelve_hostile_answers_do_no_harm(page: Page) -> None:
     messages = [message for text in HOSTILE_ANSWERS for message in ({"content": text}, {"content": text})]
     bring_in(page, conversation(*messages, {"content": "x"}, {"content": "the **end**", "thought": HOSTILE_ANSWERS[1]}))
     assert page.locator(".prose strong").last.text_content() == "end" and page.locator(".prose").count() == 13
-    for prose in page.locator(".prose").all():  # what comes into view is made into elements
+    links = 0
+    for prose in page.locator(".prose").all():  # what comes near the view is made into elements, and only that
         prose.scroll_into_view_if_needed()
-    wait_for(page, "document.querySelectorAll('.prose :is(p, pre, table, math)').length >= 12")
-    assert page.evaluate(FOUND) == []
-    for link in page.locator(".prose a").all():
-        assert re.match("https?://", link.get_attribute("href") or ""), link.evaluate("each => each.outerHTML")
-        assert "noopener" in (link.get_attribute("rel") or "")
-    page.locator(".prose").first.click()
+        prose.locator(":is(p, pre, table, blockquote)").first.wait_for(state="attached")
+        assert page.evaluate(FOUND) == []
+        for link in prose.locator("a").all():
+            assert re.match("https?://", link.get_attribute("href") or ""), link.evaluate("each => each.outerHTML")
+            assert "noopener" in (link.get_attribute("rel") or "")
+            links += 1
+    assert links
     assert page.evaluate("window.harmed") is None and not scrolls_sideways(page)
     page.set_viewport_size(PHONE)
     settled(page)
@@ -435,14 +441,54 @@ def test_memory_is_chosen_and_two_answers_are_compared(page: Page) -> None:
     for side in (whole, few):
         assert re.search(r"400 tokens · [\d,]+ tokens/s · first after [\d.]+ s · [\d.]+ MiB", side.inner_text())
     assert re.match(r"The same for \d{2,} characters", page.inner_text(".parting"))
-    few.locator(".strip g").nth(2).hover()
-    shown = few.locator(".under b").inner_text()
-    assert re.match(r"tokens \d+ to \d+: 38% remembered", shown), shown
+    tells_who_holds_tokens(page, few)
     few.locator("summary >> text=Details").click()
     few.locator(".spans li").first.wait_for()
     assert re.search(r"at token \d+: 1 window compressed, 80 KV pairs dropped", few.inner_text())
     assert re.search(r": 48 of 128 kept", few.inner_text())
     assert not page.is_visible("text=Nothing was compressed")
+
+
+def tells_who_holds_tokens(page: Page, side: Locator) -> None:
+    """Tokens that the keyboard goes through, against what the server has told of them."""
+    memory = page.evaluate(MEMORY_OF_PAIR)
+    told = memory["pairs"][0]
+    rows = np.frombuffer(zlib.decompress(b64decode(told["bits"])), dtype=np.uint8)
+    bits = np.unpackbits(rows.reshape(len(told["layers"]) * told["heads"], -1), axis=1, bitorder="little")
+    bits = bits[:, : told["end"] - told["first"]]
+    assert [told["first"], told["end"], 48] == memory["spans"][1] and (bits.sum(1) == 48).all()
+    side.locator(".tokens").focus()
+    seen = set()
+    for at in range(told["end"]):
+        if at < told["first"] - 1:
+            page.keyboard.press("ArrowRight")
+            continue
+        page.wait_for_selector(f".tip b >> text=Token {at}")
+        settled(page)
+        held = len(bits) if at < told["first"] else int(bits[:, at - told["first"]].sum())
+        assert page.locator(".tip .is-held").count() == held
+        shown = page.inner_text(".tip p >> nth=1")
+        who = {0: "Held nowhere any more.", len(bits): "Held by all layers and heads, in the pool: 32 bits."}
+        assert shown == who.get(held, f"Held by {held} of {len(bits)} heads, in the pool: 32 bits."), shown
+        seen.add(held)
+        page.keyboard.press("ArrowRight")
+    assert len(seen) > 2
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".tip", state="detached")
+    side.locator(".strip").hover()
+    page.wait_for_selector(".tip")
+
+
+MEMORY_OF_PAIR = """() => new Promise(resolve => {
+  const opening = indexedDB.open("kvllm", 1);
+  opening.onsuccess = () => {
+    const reading = opening.result.transaction("conversations").objectStore("conversations").getAll();
+    reading.onsuccess = () => {
+      const messages = reading.result.flatMap(each => Object.values(each.messages));
+      resolve(messages.find(each => each.second).memory);
+    };
+  };
+})"""
 
 
 def test_an_answer_that_was_not_compressed_says_so(page: Page) -> None:
@@ -512,60 +558,43 @@ def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
     assert {"Edit", "Copy", "Delete", "Answer again", "Settings", "New chat", "Monitor"} <= reached
 
 
-def test_long_answers_do_not_stall(page: Page) -> None:
-    """Ten answers of 10,000 tokens, through which one scrolls, and one that grows."""
+def test_long_answers_take_few_elements(page: Page) -> None:
+    """Answers of 10,000 tokens: ten through which one scrolls, and one that comes. What is far from the view is text.
+
+    Frames of such an answer that grows, traced in Chromium 156 on two cores: FIGURES.
+    """
     paragraph = "Some **words** with `code`, and maths: $x^2$. " * 12 + "\n\n- a\n- b\n\n```python\nx = 1\n```\n\n"
     text = paragraph * 60
     assert len(text) > 35_000
     messages = [message for _ in range(10) for message in ({"content": "x"}, {"content": text})]
-    page.evaluate(WATCH)
-    bring_in(
-        page, conversation({"content": "x"}, {"content": "y"}, settings=LONG), conversation(*messages, title="Long")
-    )
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}), conversation(*messages, title="Long"))
     page.click(".chats >> text=Long")
-    page.wait_for_selector(".prose >> nth=9 >> math >> nth=-1", state="attached")
-    page.evaluate("document.querySelector('.conversation').scrollTop = 0")
-    page.wait_for_selector(".prose >> nth=0 >> math >> nth=0")
-    assert page.locator("math").count() < 10 * 60 * 12 / 2  # most are made when they come near
-    assert page.evaluate("Math.max(0, ...window.tasks)") < 2000
+    for number in (9, 0):
+        page.evaluate("at => { document.querySelector('.conversation').scrollTop = at * 1e6; }", number)
+        page.wait_for_selector(f".prose >> nth={number} >> math >> nth=0", state="attached")
+    page.wait_for_selector(".prose >> nth=9 >> math", state="detached")
+    assert page.locator(".prose").nth(9).inner_text().count("$x^2$") > 500
+    assert 100 < page.locator(".prose *").count() < 10 * 60 * 40 / 5
+    pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+    events = [
+        f"data: {json.dumps({'choices': [{'delta': {'content': piece}}]})}\nid: {i}\n\n"
+        for i, piece in enumerate(pieces, 1)
+    ]
+    body = "".join([*events, "data: [DONE]\n\n"])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.click(".chats .open >> nth=1")
     ask(page, "go on")
-    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 700")
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    page.evaluate(COUNT)
-    begin = spent(session)
-    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 1300")
-    updates, end = page.evaluate("window.updates"), spent(session)
-    page.keyboard.press("Escape")
-    assert (end - begin) / updates < 0.016, updates
+    ended(page, 2)
+    wait_for(page, "document.querySelectorAll('.prose')[1].querySelectorAll('*').length < 60 * 40 / 3")
+    assert page.locator(".prose").nth(1).locator(".block").count() == 60 * 3
+    page.keyboard.press("End")
+    assert page.locator(".prose").nth(1).locator(".block").last.locator("code").count() == 1
 
 
-def spent(session: Any) -> float:
-    """Seconds that a processor has worked for a page: scripts, styles and layout."""
-    metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
-    return metrics["ScriptDuration"] + metrics["RecalcStyleDuration"] + metrics["LayoutDuration"]
-
-
-WATCH = """() => {
-  window.tasks = [];
-  const take = list => window.tasks.push(...list.getEntries().map(each => each.duration));
-  new PerformanceObserver(take).observe({ entryTypes: ["longtask"] });
-}"""
-COUNT = """() => {
-  window.updates = 0;
-  const log = document.querySelector(".conversation");
-  new MutationObserver(() => { window.updates++; }).observe(log, { subtree: true, childList: true });
-}"""
-AXE = SOURCES / "node_modules/axe-core/axe.min.js"
-
-
-@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: make page")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Browser, server: ServerProcess, scheme: str) -> None:
     with watched_page(browser, server.url, key=KEYS["alice"], color_scheme=scheme) as page:
         page.wait_for_selector(".welcome h2")
-        page.evaluate(AXE.read_text())
         assert violations(page) == []
         call = {"id": "c1", "name": "weather", "arguments": "{}"}
         answer = {"content": MARKDOWN, "thought": "An idea.", "calls": [call]}
@@ -585,7 +614,7 @@ def test_axe_finds_nothing(browser: Browser, server: ServerProcess, scheme: str)
 
 
 def violations(page: Page) -> list[str]:
-    found = page.evaluate("axe.run().then(found => found.violations)")
+    found = Axe().run(page).response["violations"]
     return [f"{each['id']}: {node['html'][:200]}" for each in found for node in each["nodes"]]
 
 
@@ -595,6 +624,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Browser, server: 
         page.wait_for_selector(".welcome h2")
         assert not scrolls_sideways(page)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 128")
+        assert page.evaluate(MOTION) == "none"
         bring_in(page, conversation({"content": "x"}, {"content": MARKDOWN}))
         page.click("button >> text=Chats")
         page.click(".chats .open")
@@ -606,6 +636,16 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Browser, server: 
         page.click("text=Monitor")
         page.wait_for_selector("#pool svg text")
         assert not scrolls_sideways(page)
+
+
+MOTION = """() => {
+  const found = document.querySelector("#app").appendChild(document.createElement("p"));
+  found.className = "waiting";
+  const name = getComputedStyle(found).animationName;
+  found.remove();
+  return name;
+}"""
+"""What moves while one waits for an answer."""
 
 
 def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
@@ -627,7 +667,42 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     wait_for(page, "document.querySelector('#status').textContent === 'live'")
     page.reload()
     wait_for(page, "document.querySelector('#status')?.textContent === 'live'")
+    page.click("#change-key")
+    page.fill("#key", "a-wrong-key")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#key-dialog >> text=does not know this key")
+    page.click("#key-dialog .keys >> text=alice")
+    page.wait_for_selector("#change-key >> text=Key: alice")
     context.close()
+
+
+def test_several_keys_take_turns(page: Page, server: ServerProcess) -> None:
+    """An answer goes on, and is stopped, with the key that it was asked for with."""
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
+    ask(page, "go on")
+    grown = "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0)"
+    wait_for(page, f"{grown} > 100")
+    page.click("#change-key")
+    page.fill("#key", KEYS[HOSTILE])
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"#change-key >> text=Key: {HOSTILE}")
+    before = page.evaluate(grown)
+    page.reload()
+    wait_for(page, f"{grown} > {before} + 100")
+    assert server.json("/load", headers=authorization("alice"))[1]["server_load"] == 1
+    page.focus("#composer")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=Stopped.")
+    wait_until(lambda: server.json("/load", headers=authorization("alice"))[1]["server_load"] == 0, "the end")
+    page.click("#change-key")
+    settled(page)
+    assert page.locator(".keys .link").all_inner_texts() == [HOSTILE, "alice"] and page.locator("img").count() == 0
+    page.click(".keys [aria-label='Forget alice']")
+    settled(page)
+    assert page.locator(".keys .link").all_inner_texts() == [HOSTILE]
+    page.keyboard.press("Escape")
+    sent = page.evaluate("sessionStorage.getItem('kvllm-keys')")
+    assert [key["value"] for key in json.loads(sent)] == [KEYS[HOSTILE]]
 
 
 @pytest.mark.long
@@ -638,16 +713,18 @@ def test_firefox_shows_the_same(server: ServerProcess) -> None:
     conversations = [conversation(*messages), conversation(*messages[:2], settings=LONG)]
     file = json.dumps({"kvllm": 1, "conversations": conversations})
     with open_firefox() as firefox:
-        keeps = f"() => {{ if (location.host) sessionStorage.setItem('kvllm-key', {KEYS['alice']!r}); }}"
-        firefox.send("script.addPreloadScript", functionDeclaration=keeps)
+        firefox.send("script.addPreloadScript", functionDeclaration=f"() => {{ {giving_key(KEYS['alice'])} }}")
         firefox.go(server.url)
         firefox.wait_for("!!document.querySelector('.welcome h2')")
         firefox.evaluate(f"({BRING_IN})({json.dumps(file)})")
         firefox.wait_for("document.querySelectorAll('.prose').length === 13")
         for each in range(13):
-            firefox.evaluate(f"document.querySelectorAll('.prose')[{each}].scrollIntoView()")
-        firefox.wait_for("document.querySelectorAll('.prose math').length === 2")
-        assert firefox.evaluate(f"{FOUND}.join()") == "" and firefox.evaluate("String(window.harmed)") == "undefined"
+            prose = f"document.querySelectorAll('.prose')[{each}]"
+            firefox.evaluate(f"{prose}.scrollIntoView()")
+            firefox.wait_for(f"!!{prose}.querySelector(':is(p, pre, table, blockquote)')")
+            assert each or firefox.evaluate(f"{prose}.querySelectorAll('math').length") == 2
+            assert firefox.evaluate(f"{FOUND}.join()") == ""
+        assert firefox.evaluate("String(window.harmed)") == "undefined"
         firefox.evaluate("document.querySelectorAll('.chats .open')[0].click()")
         firefox.wait_for("document.querySelectorAll('.prose').length === 1")
         firefox.evaluate("document.querySelector('#composer').focus()")
@@ -695,6 +772,8 @@ def test_the_files_allow_nothing_foreign_and_need_no_key(server: ServerProcess) 
     assert {"page/main.js", "page/style.css"} <= set(names)  # relative, for proxies that give the server a path
     for path in ("/", *(f"/{name}" for name in names)):
         status, headers, content = server.request(path)
+        compressed = server.request(path, headers={"Accept-Encoding": "gzip, br"})[2]
+        assert len(compressed) < len(content) and gzip.decompress(compressed) == content
         policy = headers["content-security-policy"]
         assert status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
@@ -822,6 +901,8 @@ def test_the_pool_moves_and_compression_shows(monitor: Page) -> None:
     wait_for(monitor, f"{shape} !== {before!r}")
     assert monitor.locator("#figures dd").nth(1).inner_text().startswith("4\n")
     assert "2 sequences waiting: the first for a place" in monitor.inner_text("#waiting-for")
+    assert re.search(r"· \d+ windows? compressed, [\d,]+ KV pairs dropped", monitor.inner_text("#events"))
+    assert re.search(r"alice\s+4\s+2\s+[1-9]", monitor.inner_text("#keys tbody"))
 
 
 def test_the_price_of_a_step_shows(monitor: Page) -> None:

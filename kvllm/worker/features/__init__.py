@@ -10,6 +10,7 @@ from kvllm.worker.features.adapters import AdapterFeature
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Drafts
+from kvllm.worker.features.kept_pairs import KeptPairsReports
 from kvllm.worker.features.linear_fits import LinearFits
 from kvllm.worker.features.observed_scores import ObservedScores
 from kvllm.worker.features.offloading import Offloader
@@ -24,6 +25,7 @@ KINDS: tuple[type[StepFeature], ...] = (
     LinearFits,
     KVResidual,
     Recall,
+    KeptPairsReports,
     RecurrentFeature,
     AdapterFeature,
     ObservedScores,  # after all that is nearer to attention

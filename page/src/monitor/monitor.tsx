@@ -12,6 +12,7 @@ import * as samples from "./samples";
 
 interface Refusal { time: number; tenant: string; path: string; status: number; reason: string }
 interface Tick { requests: Row[]; waiting_for: string; warnings: string[]; refused: Refusal[] }
+const MOST_EVENTS = 8;
 const tick = signal<Tick | null>(null);
 const drawn = signal(0);
 
@@ -64,7 +65,11 @@ export function Monitor() {
         {now?.waiting_for && ` ${count(samples.latest()?.waiting ?? 0, "sequence")} waiting: the first for ${now.waiting_for}.`}
       </p>
       <Requests rows={now?.requests ?? []} total={(samples.latest()?.running ?? 0) + (samples.latest()?.waiting ?? 0)} ownKey={server?.key ?? ""} />
-      {now && now.refused.length > 0 && <Refused list={now.refused} />}
+      <div class="logs">
+        <Events list={samples.events(MOST_EVENTS)} />
+        {now && server?.needs_key && <Keys rows={now.requests} />}
+        {now && now.refused.length > 0 && <Refused list={now.refused} />}
+      </div>
       {opened.value && <Detail key={opened.value} id={opened.value} />}
     </main>
   );
@@ -88,12 +93,46 @@ function Figures() {
   return <dl id="figures" class="figures">{figures.map(([name, value, note]) => <div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>)}</dl>;
 }
 
+const clock = (time: number) => new Date(time * 1000).toLocaleTimeString();
+
+function Events({ list }: { list: samples.Event[] }) {
+  return (
+    <section aria-labelledby="events-title">
+      <h3 id="events-title">Events of late</h3>
+      {list.length ? <ul id="events" class="log">{list.map(({ time, windows, evicted, preemptions }) => (
+        <li key={time}>{clock(time)} · {[
+          windows > 0 && `${count(windows, "window")} compressed, ${count(evicted, "KV pair")} dropped`,
+          preemptions > 0 && `${count(preemptions, "sequence")} preempted`,
+        ].filter(Boolean).join("; ")}</li>
+      ))}</ul> : <p class="note">Nothing was compressed or preempted.</p>}
+    </section>
+  );
+}
+
+// What the unfinished requests of each key have.
+function Keys({ rows }: { rows: Row[] }) {
+  const names = [...new Set(rows.map(row => row.tenant))].sort();
+  const sum = (list: Row[], value: (row: Row) => number) => whole(list.reduce((total, row) => total + value(row), 0));
+  return (
+    <section aria-labelledby="keys-title">
+      <h3 id="keys-title">Keys</h3>
+      {names.length ? <table id="keys">
+        <thead><tr>{["Key", "Running", "Waiting", "Blocks"].map(label => <th scope="col">{label}</th>)}</tr></thead>
+        <tbody>{names.map(name => {
+          const own = rows.filter(row => row.tenant === name), running = own.filter(row => row.state !== "waiting");
+          return <tr key={name}><td>{name}</td><td>{running.length}</td><td>{own.length - running.length}</td><td>{sum(own, row => row.blocks)}</td></tr>;
+        })}</tbody>
+      </table> : <p class="note">No key has a request.</p>}
+    </section>
+  );
+}
+
 function Refused({ list }: { list: Refusal[] }) {
   return (
-    <section class="wide" aria-labelledby="refused-title">
+    <section aria-labelledby="refused-title">
       <h3 id="refused-title">Refused of late</h3>
-      <ul id="refused">{list.map(each => (
-        <li>{new Date(each.time * 1000).toLocaleTimeString()} · {each.status} {each.reason} · {each.path}{each.tenant ? ` · ${each.tenant}` : ""}</li>
+      <ul id="refused" class="log">{list.map(each => (
+        <li>{clock(each.time)} · {each.status} {each.reason} · {each.path}{each.tenant ? ` · ${each.tenant}` : ""}</li>
       ))}</ul>
     </section>
   );

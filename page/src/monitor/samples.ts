@@ -46,3 +46,16 @@ function change(before: Sample, sample: Sample) {
   for (const name of COUNTERS) grown[name] = Math.max(0, sample[name] - before[name]);
   return grown;
 }
+
+export interface Event { time: number; windows: number; evicted: number; preemptions: number }
+
+// The last compressions and preemptions, the newest first, put together by samples.
+export function events(most: number): Event[] {
+  const found: Event[] = [];
+  for (let i = samples.length - 1; i > 0 && found.length < most; i--) {
+    const [before, now] = [samples[i - 1], samples[i]];
+    const windows = now.windows - before.windows, preemptions = now.preemptions - before.preemptions;
+    if (windows > 0 || preemptions > 0) found.push({ time: now.time, windows, evicted: now.evicted - before.evicted, preemptions });
+  }
+  return found;
+}
