@@ -67,20 +67,23 @@ def test_reports_agree_with_the_cache(checkpoint: Path, method: str, policy: str
     assert policy != "pressure" or llm.stats().preemptions > 0
 
 
-def test_reports_of_layers_with_shares_of_their_own(checkpoint: Path) -> None:
-    llm, recorder = recorded(checkpoint, compression=METHODS["keys alone"], num_gpu_blocks_override=24)
+@pytest.mark.parametrize("swap", ["never", "always"])
+def test_reports_of_layers_with_shares_of_their_own(checkpoint: Path, swap: str) -> None:
+    """Sequences are preempted, and lose their caches or get them back from the host."""
+    host = {"swap": swap, "kv_offloading_size": 0.01} if swap == "always" else {}
+    llm, recorder = recorded(checkpoint, compression=METHODS["keys alone"], num_gpu_blocks_override=12, **host)
     engine, compared = llm.llm_engine, 0
-    for number, prompt in enumerate(random_token_ids(5, 50, seed=1)):
+    for number, prompt in enumerate(random_token_ids(5, 50, 8, seed=1)):
         engine.add_request(str(number), prompt, asked(number, max_tokens=60))
     while engine.has_unfinished_requests():
         engine.step()
         for seq in engine.scheduler.running:
-            if reports := list(seq.metrics.kept_pairs):
-                text = recorder.alive[seq.seq_id]
+            if (reports := list(seq.metrics.kept_pairs)) and (text := recorder.alive.get(seq.seq_id)):
                 expected = text.cached[torch.argsort(torch.tensor(recorder.layers))][..., : text.length]
                 assert torch.equal(told(reports, expected.shape), expected)
                 compared += 1
-    assert compared > 20
+    stats = llm.stats()
+    assert compared > 20 and stats.preemptions > 0 and (stats.swapped_in > 0) == (swap == "always")
 
 
 def test_ranks_report_their_own_heads() -> None:
