@@ -13,6 +13,8 @@ import { changed, current, version } from "./store";
 import * as transfer from "./transfer";
 
 const NEAR = 80;  // pixels from the end within which the view follows a growing answer
+const INPUT = 300;  // milliseconds behind a key or a movement in which a scroll is the user's
+const SETTLING = 30;  // frames in which what has come into view gets its true height
 const settingsOpen = signal(false);
 
 export function Chat() {
@@ -36,23 +38,31 @@ function ChatBar() {
 
 function Conversation() {
   version.value;
-  const conversation = current.value, box = useRef<HTMLDivElement>(null), follows = useRef(true);
+  const conversation = current.value, box = useRef<HTMLDivElement>(null), follows = useRef(true), touched = useRef(0), height = useRef(0);
   const messages = path(conversation), last = messages.at(-1);
   const other = last?.pair ? changes(last.pair).value : 0;
   const grown = last ? changes(last.id).value + other : 0;
-  const scroll = () => { const at = box.current!; follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < NEAR; };
+  const touch = () => { touched.current = performance.now(); };
+  const isTouched = () => performance.now() - touched.current < INPUT;
+  // What comes into view gets its true height then, so the view may move without anybody having scrolled.
+  const scroll = () => {
+    const at = box.current!, isAtEnd = at.scrollHeight - at.scrollTop - at.clientHeight < NEAR;
+    if (isAtEnd || isTouched() || at.scrollHeight === height.current) follows.current = isAtEnd;
+    height.current = at.scrollHeight;
+  };
   useEffect(() => { follows.current = true; }, [conversation.id, messages.length]);
   useEffect(() => {
-    if (!follows.current) return;
-    // What comes into view gets its true height in the next frame.
+    let isOver = false;
     const toEnd = (frames: number) => {
-      if (box.current) box.current.scrollTop = box.current.scrollHeight;
+      if (isOver || !follows.current || isTouched() || !box.current) return;
+      box.current.scrollTop = height.current = box.current.scrollHeight;
       if (frames) requestAnimationFrame(() => toEnd(frames - 1));
     };
-    toEnd(hasRunning(conversation) ? 0 : 4);
+    toEnd(hasRunning(conversation) ? 0 : SETTLING);
+    return () => { isOver = true; };
   }, [conversation.id, messages.length, grown]);
   return (
-    <div class="conversation" ref={box} onScroll={scroll} tabindex={0} role="log" aria-label="Conversation" aria-busy={hasRunning(conversation)}>
+    <div class="conversation" ref={box} onScroll={scroll} onWheel={touch} onTouchMove={touch} onPointerDown={touch} onKeyDown={touch} tabindex={0} role="log" aria-label="Conversation" aria-busy={hasRunning(conversation)}>
       {messages.length ? messages.map(message => <MessageView key={message.id} message={message} />) : <Welcome />}
     </div>
   );

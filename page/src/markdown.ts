@@ -48,7 +48,7 @@ function mathRule(name: string, level: "block" | "inline", start: RegExp, rule: 
       const match = rule.exec(text);
       return match ? { type: name, raw: match[0], text: (match[1] ?? match[2]).trim() } : undefined;
     },
-    renderer: token => level === "block" ? `<p class="maths">${maths(token.text, true)}</p>` : maths(token.text, false),
+    renderer: token => level === "block" ? `<p class="maths" tabindex="0" role="group" aria-label="formula">${maths(token.text, true)}</p>` : maths(token.text, false),
   };
 }
 

@@ -63,7 +63,7 @@ export function MemoryStrip({ message }: { message: Message }) {
 
 // What a pointer or the arrow keys go through, token by token.
 function Tokens({ message, length, children }: { message: Message; length: number; children: ComponentChildren }) {
-  const at = pointed.value?.message.id === message.id ? Math.min(pointed.value.at, length - 1) : 0;
+  const now = () => pointed.value?.message.id === message.id ? pointed.value.at : 0;  // a key may come before the next frame
   const show = (box: HTMLElement, token: number) => {
     const { left, top, width } = box.getBoundingClientRect(), found = Math.max(0, Math.min(length - 1, Math.floor(token)));
     pointed.value = { message, at: found, x: left + width * (found + 0.5) / length, y: top };
@@ -73,7 +73,7 @@ function Tokens({ message, length, children }: { message: Message; length: numbe
     show(box, length * (event.clientX - left) / width);
   };
   const key = (event: KeyboardEvent) => {
-    const page = Math.max(1, Math.round(length / 20));
+    const at = now(), page = Math.max(1, Math.round(length / 20));
     const moves: Record<string, number> = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowDown: at - 1, ArrowUp: at + 1, PageDown: at - page, PageUp: at + page, Home: 0, End: length - 1 };
     if (event.key === "Escape") pointed.value = null;
     if (!(event.key in moves)) return;
@@ -82,9 +82,9 @@ function Tokens({ message, length, children }: { message: Message; length: numbe
   };
   const leave = () => { pointed.value = null; };
   return (
-    <div class="tokens" role="slider" tabindex={0} aria-label="Tokens of this answer in memory" aria-valuemin={0} aria-valuemax={length - 1} aria-valuenow={at}
-      aria-valuetext={`token ${at}`} onPointerMove={point} onPointerDown={point} onPointerLeave={leave}
-      onFocus={event => { if (event.currentTarget.matches(":focus-visible")) show(event.currentTarget, at); }} onBlur={leave} onKeyDown={key}>
+    <div class="tokens" role="slider" tabindex={0} aria-label="Tokens of this answer in memory" aria-valuemin={0} aria-valuemax={length - 1} aria-valuenow={now()}
+      aria-valuetext={`token ${now()}`} onPointerMove={point} onPointerDown={point} onPointerLeave={leave}
+      onFocus={event => { if (event.currentTarget.matches(":focus-visible")) show(event.currentTarget, now()); }} onBlur={leave} onKeyDown={key}>
       {children}
     </div>
   );

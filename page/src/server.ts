@@ -32,6 +32,7 @@ export function wantTicks(wanted: boolean) {
 // Opens the stream anew, with the key of now.
 export function reconnect() {
   info.value = null;
+  status.value = "connecting";
   controller.abort();
   wake();
 }

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from urllib.parse import urlsplit
 
-PIECE = 4096
+PIECE = 16 << 10
 
 
 class SlowLink(ThreadingTCPServer):

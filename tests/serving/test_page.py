@@ -190,7 +190,7 @@ def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
     assert len(text) > 100
     assert re.match(r"Memory: [2-8]\d% kept, compressed (once|2 times)", answer.locator(".under").inner_text())
     page.reload()
-    assert page.locator(".prose").inner_text() == text
+    wait_until(lambda: page.locator(".prose").inner_text() == text, "the text", 20)
     assert page.locator(".question .plain").inner_text() == "the first question"
     page.click("text=New chat")
     page.fill("[type=search]", "first QUESTION")
@@ -278,7 +278,7 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     page.click("[aria-label='Earlier version']")
     wait_for(page, "document.querySelectorAll('.answer').length === 2")
     settled(page)
-    assert page.locator(".prose").first.inner_text() == "y"
+    assert page.locator(".prose").first.text_content() == "y\n"
     page.locator(".question").nth(1).locator("text=Edit").click()
     page.fill(".editor", "a better question")
     page.keyboard.press("Enter")
@@ -370,6 +370,8 @@ HOSTILE_ANSWERS = (
     + "*" * 3000
     + f"<a href='x' style='position:fixed' id=app onclick={HARM}>x</a>",
 )
+ALL_MARKUP = (0, 1, 2, 4)
+"""Those that are shown as text, without any element."""
 FOUND = """[...document.querySelectorAll('.prose *')].filter(each =>
   ['script', 'img', 'svg', 'iframe', 'object', 'form', 'style', 'link', 'base'].includes(each.localName) ||
   [...each.attributes].some(({ name, value }) => name.startsWith('on') || name === 'style' || name === 'id' ||
@@ -381,9 +383,12 @@ def test_twelve_hostile_answers_do_no_harm(page: Page) -> None:
     bring_in(page, conversation(*messages, {"content": "x"}, {"content": "the **end**", "thought": HOSTILE_ANSWERS[1]}))
     assert page.locator(".prose strong").last.text_content() == "end" and page.locator(".prose").count() == 13
     links = 0
-    for prose in page.locator(".prose").all():  # what comes near the view is made into elements, and only that
+    for number, prose in enumerate(page.locator(".prose").all()):  # what comes near the view is made into elements
         prose.scroll_into_view_if_needed()
-        prose.locator(":is(p, pre, table, blockquote)").first.wait_for(state="attached")
+        if number in ALL_MARKUP:
+            settled(page)
+        else:
+            prose.locator(".block *").first.wait_for(state="attached")
         assert page.evaluate(FOUND) == []
         for link in prose.locator("a").all():
             assert re.match("https?://", link.get_attribute("href") or ""), link.evaluate("each => each.outerHTML")
@@ -559,22 +564,23 @@ def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
 
 
 def test_long_answers_take_few_elements(page: Page) -> None:
-    """Answers of 10,000 tokens: ten through which one scrolls, and one that comes. What is far from the view is text.
+    """Answers of 10,000 tokens, four through which one scrolls, and one that comes: what is far from the view is text.
+    All of the elements of one answer would be 6,300.
 
     Frames of such an answer that grows, traced in Chromium 156 on two cores: FIGURES.
     """
     paragraph = "Some **words** with `code`, and maths: $x^2$. " * 12 + "\n\n- a\n- b\n\n```python\nx = 1\n```\n\n"
     text = paragraph * 60
     assert len(text) > 35_000
-    messages = [message for _ in range(10) for message in ({"content": "x"}, {"content": text})]
+    messages = [message for _ in range(4) for message in ({"content": "x"}, {"content": text})]
     bring_in(page, conversation({"content": "x"}, {"content": "y"}), conversation(*messages, title="Long"))
     page.click(".chats >> text=Long")
-    for number in (9, 0):
-        page.evaluate("at => { document.querySelector('.conversation').scrollTop = at * 1e6; }", number)
-        page.wait_for_selector(f".prose >> nth={number} >> math >> nth=0", state="attached")
-    page.wait_for_selector(".prose >> nth=9 >> math", state="detached")
-    assert page.locator(".prose").nth(9).inner_text().count("$x^2$") > 500
-    assert 100 < page.locator(".prose *").count() < 10 * 60 * 40 / 5
+    page.wait_for_selector(".prose >> nth=3 >> math >> nth=0", state="attached")
+    page.locator(".conversation").press("Home")
+    page.wait_for_selector(".prose >> nth=0 >> math >> nth=0", state="attached")
+    page.wait_for_selector(".prose >> nth=3 >> math", state="detached")
+    assert (page.locator(".prose").nth(3).text_content() or "").count("$x^2$") > 500
+    assert 100 < page.locator(".prose *").count() < 4000
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     events = [
         f"data: {json.dumps({'choices': [{'delta': {'content': piece}}]})}\nid: {i}\n\n"
@@ -585,9 +591,12 @@ def test_long_answers_take_few_elements(page: Page) -> None:
     page.click(".chats .open >> nth=1")
     ask(page, "go on")
     ended(page, 2)
-    wait_for(page, "document.querySelectorAll('.prose')[1].querySelectorAll('*').length < 60 * 40 / 3")
+    wait_for(page, "document.querySelectorAll('.prose')[1].querySelectorAll('*').length < 2000")
     assert page.locator(".prose").nth(1).locator(".block").count() == 60 * 3
-    page.keyboard.press("End")
+    wait_for(
+        page,
+        "(box => box.scrollHeight - box.scrollTop - box.clientHeight < 2)(document.querySelector('.conversation'))",
+    )
     assert page.locator(".prose").nth(1).locator(".block").last.locator("code").count() == 1
 
 
@@ -677,32 +686,34 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
 
 
 def test_several_keys_take_turns(page: Page, server: ServerProcess) -> None:
-    """An answer goes on, and is stopped, with the key that it was asked for with."""
+    """An answer is read again, and stopped, with the key that it was asked for with."""
     bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
     ask(page, "go on")
-    grown = "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0)"
-    wait_for(page, f"{grown} > 100")
+    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 100")
     page.click("#change-key")
     page.fill("#key", KEYS[HOSTILE])
     page.keyboard.press("Enter")
     page.wait_for_selector(f"#change-key >> text=Key: {HOSTILE}")
-    before = page.evaluate(grown)
     page.reload()
-    wait_for(page, f"{grown} > {before} + 100")
-    assert server.json("/load", headers=authorization("alice"))[1]["server_load"] == 1
-    page.focus("#composer")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("text=Stopped.")
-    wait_until(lambda: server.json("/load", headers=authorization("alice"))[1]["server_load"] == 0, "the end")
+    ended(page, 2)
+    assert "2,500 tokens" in page.locator(".answer .measured").nth(1).inner_text()
+    page.locator(".answer").nth(1).locator("text=Answer again").click()
+    page.wait_for_selector("button:text-is('Stop')")
     page.click("#change-key")
     settled(page)
     assert page.locator(".keys .link").all_inner_texts() == [HOSTILE, "alice"] and page.locator("img").count() == 0
-    page.click(".keys [aria-label='Forget alice']")
+    page.click(".keys >> text=alice")
+    page.focus("#composer")
+    with page.expect_response(lambda each: each.request.method == "DELETE") as stopped:
+        page.keyboard.press("Escape")
+    assert stopped.value.status == 204
+    page.wait_for_selector("#change-key >> text=Key: alice")
+    page.click("#change-key")
+    page.click(f".keys >> [aria-label={json.dumps('Forget ' + HOSTILE)}]")
     settled(page)
-    assert page.locator(".keys .link").all_inner_texts() == [HOSTILE]
-    page.keyboard.press("Escape")
+    assert page.locator(".keys .link").all_inner_texts() == ["alice"]
     sent = page.evaluate("sessionStorage.getItem('kvllm-keys')")
-    assert [key["value"] for key in json.loads(sent)] == [KEYS[HOSTILE]]
+    assert [key["value"] for key in json.loads(sent)] == [KEYS["alice"]]
 
 
 @pytest.mark.long
@@ -721,8 +732,7 @@ def test_firefox_shows_the_same(server: ServerProcess) -> None:
         for each in range(13):
             prose = f"document.querySelectorAll('.prose')[{each}]"
             firefox.evaluate(f"{prose}.scrollIntoView()")
-            firefox.wait_for(f"!!{prose}.querySelector(':is(p, pre, table, blockquote)')")
-            assert each or firefox.evaluate(f"{prose}.querySelectorAll('math').length") == 2
+            firefox.wait_for(f"{prose}.querySelectorAll('math').length === {2 if each == 0 else 0} || {each} > 0")
             assert firefox.evaluate(f"{FOUND}.join()") == ""
         assert firefox.evaluate("String(window.harmed)") == "undefined"
         firefox.evaluate("document.querySelectorAll('.chats .open')[0].click()")
