@@ -24,13 +24,25 @@ const LANGUAGES = { bash, c, cpp, css, diff, go, java, javascript, json, python,
 for (const [name, language] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, language);
 
 const LONGEST_BLOCK = 100_000;  // characters; a longer one is shown as it is
+const MOST_FORMULAS = 200;
 const LONGEST_CODE = 20_000;  // characters that are highlighted
 const HARMLESS = /^<\/?(br|sub|sup|kbd)\s*\/?>$/i;
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
 const escape = (text: string) => text.replace(/[&<>"']/g, mark => `&#${mark.charCodeAt(0)};`);
 
+const formulas = new Map<string, string>();  // a paragraph that grows has the same ones again and again
+
 function maths(source: string, displayMode: boolean): string {
+  const name = `${displayMode} ${source}`, known = formulas.get(name);
+  if (known !== undefined) return known;
+  if (formulas.size >= MOST_FORMULAS) formulas.clear();
+  const made = newMaths(source, displayMode);
+  formulas.set(name, made);
+  return made;
+}
+
+function newMaths(source: string, displayMode: boolean): string {
   try {
     const made = temml.renderToString(source, { displayMode, throwOnError: true, trust: false, maxExpand: 500, maxSize: [30, 10] });
     // The page's policy allows no styles in markup.

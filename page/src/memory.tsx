@@ -10,6 +10,7 @@ import type { Memory, Message, Span } from "./model";
 import { info } from "./server";
 
 const WIDTH = 1000, HEIGHT = 14;
+const LONGEST_WORD = 20;  // characters by which an excerpt grows to whole words
 
 // The spans up to `length` tokens: what came behind the last compression is there as a whole.
 function upTo(memory: Memory, length: number): Span[] {
@@ -32,7 +33,11 @@ export function excerpt(message: Message, [start, end]: Span, most = 90): string
     return t1 > t0 ? Math.max(0, Math.round(c0 + (c1 - c0) * (tokens - t0) / (t1 - t0))) : c1;
   };
   if (end <= (message.usage?.prompt_tokens ?? 0)) return "";
-  const text = message.content.slice(at(start), at(end)).replace(/\s+/g, " ").trim();
+  const { content } = message;
+  let from = at(start), to = at(end);
+  for (let i = 0; i < LONGEST_WORD && /\S/.test(content[from - 1] ?? " "); i++) from--;
+  for (let i = 0; i < LONGEST_WORD && /\S/.test(content[to] ?? " "); i++) to++;
+  const text = content.slice(from, to).replace(/\s+/g, " ").trim();
   return text.length > most ? `${text.slice(0, most / 2)} … ${text.slice(-most / 2)}` : text;
 }
 

@@ -98,7 +98,8 @@ function Thought({ message, runs }: { message: Message; runs: boolean }) {
   changes(message.id).value;
   const isOver = !runs || message.thoughtEnd !== undefined;
   const end = message.thoughtEnd ?? message.ended;
-  const time = message.first && end ? ` for ${seconds((end - message.first) / 1000)}` : "";
+  const took = message.first && end ? (end - message.first) / 1000 : null;
+  const time = took === null ? "" : took < 1 ? " for less than a second" : ` for ${seconds(took)}`;
   return (
     <details class="thought">
       <summary>{isOver ? `Thought${time}` : "Thinking…"}</summary>

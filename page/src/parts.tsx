@@ -4,14 +4,17 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 
 export function Dialog({ title, onClose, children, id }: { title: string; onClose: () => void; children: ComponentChildren; id?: string }) {
-  const box = useRef<HTMLDialogElement>(null);
+  const box = useRef<HTMLDialogElement>(null), isShown = useRef(true);
   useEffect(() => {
-    const before = document.activeElement as HTMLElement | null;
-    box.current!.showModal();
-    return () => before?.focus();
+    const dialog = box.current!;
+    dialog.showModal();
+    return () => {
+      isShown.current = false;
+      dialog.close();  // which gives the focus back
+    };
   }, []);
   return (
-    <dialog ref={box} id={id} aria-label={title} onClose={onClose}>
+    <dialog ref={box} id={id} aria-label={title} onClose={() => { if (isShown.current) onClose(); }}>
       <div class="bar"><h2>{title}</h2><button type="button" onClick={() => box.current!.close()}>Close</button></div>
       {children}
     </dialog>

@@ -20,6 +20,7 @@ from kvllm.serving.errors import ApiError
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_choice import tool_choice
+from tests.helpers.browser import open_browser, watched_page
 from tests.helpers.parrot_chat import ANSWER, CITY, QUESTION, TIME, TOOLS
 from tests.helpers.server import ServerProcess
 from tests.serving.conftest import SERVERS
@@ -349,6 +350,27 @@ def test_an_error_names_its_place(parrot_server: ServerProcess, fields: dict[str
     for route in ("/v1/chat/completions", "/tokenize"):
         status, answer = parrot_server.json(route, {"messages": QUESTION, **fields})
         assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_the_page_shows_the_thought_and_the_call(parrot_server: ServerProcess) -> None:
+    """A thought of its own, closed and with its time, then a call whose result the user gives."""
+    with open_browser() as browser, watched_page(browser, parrot_server.url) as page:
+        page.click("text=Settings")
+        page.click("#chat-settings summary >> text=Tools")
+        page.fill("#chat-settings .mono", json.dumps(TOOLS))
+        page.fill("#chat-settings input[type=number] >> nth=0", "0")
+        page.click("#chat-settings >> text=Close")
+        page.fill("#composer", "Is it fine?")
+        page.press("#composer", "Enter")
+        page.wait_for_selector(".call >> text=Calls the tool get_weather")
+        assert json.loads(page.inner_text(".call pre")) == {"city": "Paris"}
+        page.wait_for_selector(".thought:not([open]) summary >> text=/^Thought for (less than a second|[\\d.]+ s)$/")
+        assert page.locator(".thought .plain").text_content() == "Hm, weather."
+        assert page.inner_text(".prose") == "Let me look."
+        page.fill(".call textarea", "sunny")
+        page.click("text=Give the result")
+        page.wait_for_selector(".answer >> nth=1 >> .call >> text=Calls the tool get_weather")
+        assert page.locator(".tool pre").text_content() == "sunny"
 
 
 def test_tools_need_a_flag() -> None:
