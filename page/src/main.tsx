@@ -70,7 +70,7 @@ function KeyDialog({ note }: { note: string }) {
         const name = key.name || "a key that was not used yet";
         return (
           <li key={key.value}>
-            <button type="button" class="link" aria-pressed={i === 0} onClick={() => use(key)}>{name}</button>
+            <button type="button" class="link" aria-current={i === 0 ? "true" : undefined} onClick={() => use(key)}>{name}</button>
             {i === 0 && <span class="note">in use</span>}<span class="space" />
             <button type="button" class="quiet" aria-label={`Forget ${name}`} onClick={() => { forgetKey(key); if (i === 0) reconnect(); }}>×</button>
           </li>

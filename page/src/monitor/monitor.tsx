@@ -101,7 +101,7 @@ function Events({ list }: { list: samples.Event[] }) {
       <h3 id="events-title">Events of late</h3>
       {list.length ? <ul id="events" class="log">{list.map(({ time, windows, evicted, preemptions }) => (
         <li key={time}>{clock(time)} · {[
-          windows > 0 && `${count(windows, "window")} compressed, ${count(evicted, "KV pair")} dropped`,
+          windows > 0 && `${count(windows, "window")} compressed, ${count(evicted, "pair")} dropped`,
           preemptions > 0 && `${count(preemptions, "sequence")} preempted`,
         ].filter(Boolean).join("; ")}</li>
       ))}</ul> : <p class="note">Nothing was compressed or preempted.</p>}
