@@ -185,7 +185,7 @@ function takeUsage(answer: Message, usage: NonNullable<Message["usage"]>) {
   const memory = answer.memory ??= { spans: [], events: [] };
   if (spans) memory.spans = spans;
   if (now.preemptions > (before?.preemptions ?? 0)) memory.pairs = [];  // it was computed again
-  for (const each of pairs) memory.pairs = [...(memory.pairs ?? []).filter(old => old.first < each.first || old.end > each.end), each];
+  for (const each of pairs) memory.pairs = [...(memory.pairs ?? []).filter(old => old.first < each.first || old.end > each.end), { ...each, at: usage.total_tokens }];
   const windows = now.windows - (before?.windows ?? 0), dropped = now.evicted_pairs - (before?.evicted_pairs ?? 0);
   if (windows > 0) memory.events.push({ tokens: usage.total_tokens, windows, dropped });
   answer.usage = { ...usage, kvllm: now };

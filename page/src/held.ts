@@ -14,8 +14,9 @@ async function inflate(text: string): Promise<Uint8Array> {
   return new Uint8Array(await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
 }
 
-// share: of the layers and heads. layers: which heads of each; none where only the share is known.
-export interface Held { share: number; layers: { layer: number; heads: boolean[] }[] }
+// share: of the layers and heads. layers: which heads of each; none where only the share is known. event: the tokens
+// there were when it was compressed last.
+export interface Held { share: number; layers: { layer: number; heads: boolean[] }[]; event?: number }
 
 // What holds the token at a position, of which a span tells how much is left.
 export async function held(memory: Memory, [start, end, left]: Span, at: number): Promise<Held> {
@@ -26,5 +27,5 @@ export async function held(memory: Memory, [start, end, left]: Span, at: number)
   const holds = (row: number) => !bits || (bits[row * width + (offset >> 3)] >> (offset & 7) & 1) === 1;
   const layers = shape.layers.map((layer, i) => ({ layer, heads: Array.from({ length: shape.heads }, (_, head) => holds(i * shape.heads + head)) }));
   const all = layers.flatMap(each => each.heads);
-  return { share: all.filter(Boolean).length / all.length, layers };
+  return { share: all.filter(Boolean).length / all.length, layers, event: told?.at };
 }

@@ -116,7 +116,7 @@ export function TokenTip() {
   return (
     <div class="tip" ref={box} role="status">
       <p><b>Token {whole(at)}</b> {at < message.usage!.prompt_tokens ? "of what was asked" : <q dir="auto">{text}</q>}</p>
-      <p>{inWords(found)}</p>
+      <p>{inWords(found)}{found.event ? ` Compressed at token ${whole(found.event)}.` : ""}</p>
       {found.layers.length > 0 && <HolderGrid held={found} />}
     </div>
   );

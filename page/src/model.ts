@@ -2,8 +2,8 @@
 
 export type Span = [start: number, end: number, kept: number];
 
-// Which pairs of some positions are left; bits: see the server's PairsLeft.
-export interface PairsLeft { first: number; end: number; layers: number[]; heads: number; bits: string }
+// Which pairs of some positions are left after the compression at so many tokens; bits: see the server's PairsLeft.
+export interface PairsLeft { first: number; end: number; layers: number[]; heads: number; bits: string; at?: number }
 
 // What became of the KV pairs of an answer. events: at so many tokens, so many pairs were dropped. pairs: later ones
 // take the place of earlier ones.

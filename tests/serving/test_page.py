@@ -470,11 +470,13 @@ def tells_who_holds_tokens(page: Page, side: Locator) -> None:
             continue
         page.wait_for_selector(f".tip b >> text=Token {at}")
         settled(page)
-        held = len(bits) if at < told["first"] else int(bits[:, at - told["first"]].sum())
+        is_before = at < told["first"]
+        held = len(bits) if is_before else int(bits[:, at - told["first"]].sum())
         assert page.locator(".tip .is-held").count() == held
         shown = page.inner_text(".tip p >> nth=1")
         who = {0: "Held nowhere any more.", len(bits): "Held by all layers and heads, in the pool: 32 bits."}
-        assert shown == who.get(held, f"Held by {held} of {len(bits)} heads, in the pool: 32 bits."), shown
+        expected = who.get(held, f"Held by {held} of {len(bits)} heads, in the pool: 32 bits.")
+        assert shown == expected + (f" Compressed at token {told['at']}." if not is_before else ""), shown
         seen.add(held)
         page.keyboard.press("ArrowRight")
     assert len(seen) > 2
@@ -756,6 +758,9 @@ def test_firefox_shows_the_same(server: ServerProcess) -> None:
         firefox.type("\ue00c")
         firefox.wait_for("document.querySelector('.conversation').textContent.includes('Stopped.')")
         assert str(firefox.evaluate("document.querySelector('.under').textContent")).startswith("Memory: ")
+        firefox.evaluate("document.querySelector('.tokens').focus()")
+        firefox.type("\ue00e\ue00e")
+        firefox.wait_for("document.querySelector('.tip')?.textContent.includes(', in the pool: 32 bits.') ?? false")
         firefox.evaluate("location.hash = '#monitor'")
         firefox.wait_for("!!document.querySelector('#pool svg text')")
         assert not firefox.errors
