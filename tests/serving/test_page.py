@@ -568,9 +568,9 @@ def test_long_answers_take_few_elements(page: Page) -> None:
     """Answers of 10,000 tokens, four through which one scrolls, and one that comes: what is far from the view is text.
     All of the elements of one answer would be 6,300.
 
-    Traced while one came at 200 tokens/s, in Chromium 156 on two cores with other work (2,397 frames): CPU time of the
-    page's thread a frame 2.1 ms in the median, 10.3 ms at the 99th percentile; above 16 ms are the first frame, 28 ms,
-    and two that came late and had garbage collected, 18 and 19 ms.
+    Traced while one came at 200 tokens/s, in Chromium 156 on two cores with other work (2,392 frames): CPU time of the
+    page's thread a frame 2.4 ms in the median, 10.6 ms at the 99th percentile, 15.5 ms at most but for the first one,
+    32 ms, which compiles the scripts.
     """
     paragraph = "Some **words** with `code`, and maths: $x^2$. " * 12 + "\n\n- a\n- b\n\n```python\nx = 1\n```\n\n"
     text = paragraph * 60
