@@ -30,6 +30,7 @@ from kvllm.worker.build import (
     RunnerSettings,
     available_memory,
     check_runner,
+    draft_block_bytes,
     make_grammars,
     make_runner,
     rank_cache_shape,
@@ -66,7 +67,8 @@ def build_engine(args: EngineArgs) -> Engine:
             f'{args.path} is run for embeddings, scores or classes: use LLM, or kvllm serve, or give runner="generate"'
         )
     config, shape = args.engine_config, cache_shape(args)
-    block_bytes = shape.bytes_per_block + draft_block_bytes(args)
+    of_drafts = draft_block_bytes(args.draft.model_config, cache_shape(args.draft)) if args.draft else 0
+    block_bytes = shape.bytes_per_block + of_drafts
     tokenizer = read_tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
@@ -104,7 +106,7 @@ def build_engine(args: EngineArgs) -> Engine:
         if isinstance(engine, LLMEngine) and args.kv_offloading_path is not None:
             engine.step()  # by which it learns what is on the disk
         engine.stats.block_bytes = shape.bytes_per_block
-        engine.stats.draft_pool_bytes = draft_block_bytes(args) * engine.config.num_blocks * args.data_parallel_size
+        engine.stats.draft_pool_bytes = of_drafts * engine.config.num_blocks * args.data_parallel_size
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         for field, size in beside.items():
             setattr(engine.stats, field, size * args.data_parallel_size)
@@ -162,11 +164,6 @@ def runner_settings(
 def cache_shape(args: EngineArgs) -> CacheShape:
     """Sizes of what one rank stores for each token."""
     return rank_cache_shape(args.model_config, dtype_of(args), args.engine_config, args.tensor_parallel_size)
-
-
-def draft_block_bytes(args: EngineArgs) -> int:
-    """Bytes of a block in the pool of the draft model, of which there is one for each block of the other pool."""
-    return cache_shape(args.draft).bytes_per_block if args.draft else 0
 
 
 def local_device(args: EngineArgs) -> str:

@@ -75,7 +75,7 @@ def measure_steps(executor: Executor, config: EngineConfig) -> StepCost | None:
     counts, cached = [1 << i for i in range(most.bit_length())], min(LONG, room - most)
     short, long = (_measure(executor, config, counts, length) for length in (0, cached))
     attention = [max(0.0, late - early) / max(1, cached) for early, late in zip(short, long, strict=True)]
-    drafts = config.speculation is not None and config.speculation.model is not None
+    drafts = config.speculation is not None and config.speculation.by_model
     drafting = _measure_drafts(executor, config, counts) if drafts else []
     return StepCost(counts, short, list(accumulate(attention, max)), drafting)
 
@@ -135,4 +135,4 @@ def _start(config: EngineConfig, blocks: Iterator[int], seq_id: int, count: int,
         first = group.first_block(cached, size)
         needed = -(-(cached + count) // size) - first
         tables += [TableStart(first * size, list(islice(blocks, needed))) for _ in group.parts]
-    return SequenceStart(seq_id, [0] * (cached + 1), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)
+    return SequenceStart(seq_id, [0] * max(1, cached), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)
