@@ -568,7 +568,4 @@ class _MTPArgs(EngineArgs):
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        model = super().model_config
-        allowed = f"{self.path} has no layer for it (num_nextn_predict_layers in config.json): use another method"
-        require(model.mtp_layer is not None, "speculative_config: method", "mtp", allowed)
-        return model.mtp
+        return super().model_config.mtp

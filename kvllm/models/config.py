@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 
 from kvllm.attention.layer import LayerAttention
-from kvllm.errors import CheckpointError
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
@@ -141,7 +141,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mtp(self) -> ModelConfig:
-        """The layer that predicts later tokens, as a model of one layer."""
+        """The layer that predicts later tokens, as a model of one layer. Raises ConfigError if there is none."""
+        if self.mtp_layer is None:
+            raise ConfigError(
+                "speculative_config: method='mtp' is not allowed: the checkpoint has no layer for it that kvllm knows "
+                "(num_nextn_predict_layers in config.json): use another method"
+            )
         experts = self.experts and msgspec.structs.replace(self.experts, dense_layers=())
         return msgspec.structs.replace(self, num_layers=1, layers=(), experts=experts, is_mtp=True)
 
