@@ -227,7 +227,7 @@ def _load_on(
     options = _request_options(args, settings, tokenizer, checker)
     if isinstance(workers, ReplicaSet):
         return DataParallelEngine(config, workers, **options), loaded
-    step_cost = measure_steps(workers, config) if config.speculation else None
+    step_cost = measure_steps(workers, config, settings.model.vocab_size) if config.speculation else None
     return LLMEngine(config, workers, **options, step_cost=step_cost), loaded
 
 
@@ -241,7 +241,7 @@ def _load_here(
     assert runner.grammars is not None
     checker = GrammarChecker(runner.grammars, samples_here=True)
     executor = make_executor(runner, async_scheduling=config.async_scheduling)
-    step_cost = measure_steps(executor, config) if config.speculation else None
+    step_cost = measure_steps(executor, config, settings.model.vocab_size) if config.speculation else None
     options = _request_options(args, settings, tokenizer, checker)
     return LLMEngine(config, executor, **options, step_cost=step_cost), loaded
 

@@ -109,7 +109,8 @@ class DraftModel:
             return None
         held = self._held.get(text.seq_id)
         if held and text.hidden and held.state.logical_length - len(held.drafted) != text.hidden.begin:
-            held = None if self._release(text.seq_id) else held
+            self._release(text.seq_id)  # what lies between was forgotten
+            held = None
         tables, size = self.tables.parts[0], self.config.block_size
         first = held.state.dropped if held else text.hidden.begin if text.hidden else 0
         missing = -(-(num_tokens - first) // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
