@@ -74,8 +74,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
     generates: without it, the model ends with hidden states: it has no head, and the checkpoint's, if any, is not its.
-    mtp_layer: the number of a layer after the last, which predicts later tokens, if the checkpoint has one of a known
-        form. is_mtp: this is that layer alone (`MTPDecoder`).
+    mtp_prefix: of the names of a layer's tensors that predicts later tokens, if the checkpoint has one of a known form.
+        is_mtp: this is that layer alone (`MTPDecoder`).
     causal: without it, tokens attend those after them, too; a window of w tokens then reaches w - 1 to either side.
     """
 
@@ -116,7 +116,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     text_of: str | None = None
-    mtp_layer: int | None = None
+    mtp_prefix: str | None = None
     is_mtp: bool = False
     generates: bool = True
     causal: bool = True
@@ -142,13 +142,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mtp(self) -> ModelConfig:
         """The layer that predicts later tokens, as a model of one layer. Raises ConfigError if there is none."""
-        if self.mtp_layer is None:
+        if self.mtp_prefix is None:
             raise ConfigError(
-                "speculative_config: method='mtp' is not allowed: the checkpoint has no layer for it that kvllm knows "
-                "(num_nextn_predict_layers in config.json): use another method"
+                "speculative_config: method='mtp' is not allowed: the checkpoint has no layer for it that kvllm knows, "
+                "as those of Qwen3.5, or with num_nextn_predict_layers in config.json, of GLM and DeepSeek-V3: use "
+                "another method"
             )
         experts = self.experts and msgspec.structs.replace(self.experts, dense_layers=())
-        return msgspec.structs.replace(self, num_layers=1, layers=(), experts=experts, is_mtp=True)
+        return msgspec.structs.replace(self, num_layers=1, layers=(), recurrent=None, experts=experts, is_mtp=True)
 
     @property
     def shares_kv_pairs(self) -> bool:
@@ -278,7 +279,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         "bos_token_id": keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
         "eos_token_ids": _eos_token_ids(keys, generation),
         "text_of": keys.text_of,
-        "mtp_layer": keys.num_hidden_layers if family.extra_layers and keys.num_nextn_predict_layers else None,
+        "mtp_prefix": _mtp_prefix(keys) if family.extra_layers else None,
     }
     config = ModelConfig(**common | fields)
     _check_totals(config)
@@ -429,6 +430,10 @@ def _check_totals(config: ModelConfig) -> None:
             f"its sizes imply {numbers:,} numbers for the keys and values of one token, more than the "
             f"{MOST_KV_NUMBERS:,} that kvllm allows"
         )
+
+
+def _mtp_prefix(keys: ConfigKeys) -> str | None:
+    return f"model.layers.{keys.num_hidden_layers}" if keys.num_nextn_predict_layers else None
 
 
 def _weight_format(keys: ConfigKeys) -> WeightFormat | None:

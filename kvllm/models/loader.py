@@ -151,9 +151,9 @@ def of_whole_model(found: Tensors) -> Tensors:
 def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:
     """Those of the layers that are loaded. A layer that predicts later tokens comes with copies of what it shares."""
     if config.is_mtp:
-        layer = f"model.layers.{config.mtp_layer}."
-        copies = (f"{layer}embed_tokens.", f"{layer}shared_head.head.")
-        return {name: found[name] for name in found if name.startswith(layer) and not name.startswith(copies)}
+        copies = (f"{config.mtp_prefix}.embed_tokens.", f"{config.mtp_prefix}.shared_head.head.")
+        own = (name for name in found if name.startswith(f"{config.mtp_prefix}."))
+        return {name: found[name] for name in own if not name.startswith(copies)}
     if not model_family(config.architecture).extra_layers:
         return found
     extra = re.compile(r"model\.layers\.(\d{1,6})\.")

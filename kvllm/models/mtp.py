@@ -13,6 +13,10 @@ from kvllm.models.layers import Weight, whole
 from kvllm.models.parts import norm_weight
 from kvllm.models.weights import LinearWeight, Packing
 
+NAMES = ("enorm", "hnorm", "shared_head.norm", "eh_proj", "")
+QWEN_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.")
+"""Of the norms of tokens, of hidden states and of the result, of the projection of both, and a prefix of the layer."""
+
 
 class MTPDecoder(Decoder):
     """That layer, between the embedding and the head of its model, of which it has no weights.
@@ -28,15 +32,16 @@ class MTPDecoder(Decoder):
         size = config.hidden_size
         self.token_norm, self.hidden_norm = (norm_weight(config, size, dtype, device) for _ in range(2))
         self.projection = LinearWeight(size, 2 * size, dtype, device)
-        self.prefix = f"model.layers.{config.mtp_layer}"
+        self.prefix = config.mtp_prefix
         self.hidden = torch.empty(0, size, dtype=dtype, device=device)
 
     def weights(self) -> dict[str, Weight]:
-        norms = {"enorm": self.token_norm, "hnorm": self.hidden_norm, "shared_head.norm": self.final_norm}
+        *names, projection, layer = QWEN_NAMES if self.prefix == "mtp" else NAMES
+        norms = zip(names, (self.token_norm, self.hidden_norm, self.final_norm), strict=True)
         return {
-            **{f"{self.prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in norms.items()},
-            f"{self.prefix}.eh_proj.weight": whole_matrix(self.projection),
-            **self.layers[0].weights(self.prefix),
+            **{f"{self.prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in norms},
+            f"{self.prefix}.{projection}.weight": whole_matrix(self.projection),
+            **self.layers[0].weights(f"{self.prefix}.{layer}".removesuffix(".")),
         }
 
     def allocate(self, packing: Packing) -> None:

@@ -25,13 +25,28 @@ from tests.helpers.families import FAMILIES
 
 COUNT = 3
 LAYERS = 2
-NAMES = ("glm4-moe", "glm4-moe-lite", "deepseek-v3")
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+NAMES: dict[str, dict[str, Any]] = {
+    "glm4-moe": {},
+    "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek-v3": {},
+    "qwen3.5": KINDS,
+    "qwen3-next": KINDS,
+}
+"""Families, with what config.json says of their layers but the one for drafts."""
+OF_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+    "eh_proj": "fc",
+}
 
 
 def make_with_mtp(path: Path, name: str) -> Path:
     """Of `LAYERS` layers and one more, which often says what they say: none adds much to its input, and the one more
     gets the token's own embedding with some noise."""
-    model = make_checkpoint(path, **FAMILIES[name], num_hidden_layers=LAYERS + 1)
+    kinds = {key: [*of_layers, of_layers[-1]] for key, of_layers in NAMES[name].items()}
+    model = make_checkpoint(path, **{**FAMILIES[name], **kinds, "num_hidden_layers": LAYERS + 1})
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "down_proj" in key or "o_proj" in key:
@@ -39,18 +54,20 @@ def make_with_mtp(path: Path, name: str) -> Path:
             if "embed_tokens" in key:
                 weight.mul_(5)
     model.save_pretrained(path)
-    size = model.config.hidden_size
+    size, is_qwen = model.config.hidden_size, "qwen" in name
     layer, found = f"model.layers.{LAYERS}", load_file(path / "model.safetensors")
     joined = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
-    for key in ("enorm", "hnorm"):
-        found[f"{layer}.{key}.weight"] = 1 + torch.randn(size) * 0.1
-    found[f"{layer}.shared_head.norm.weight"] = found["model.norm.weight"] + torch.randn(size) * 0.1
-    found[f"{layer}.eh_proj.weight"] = joined + torch.randn_like(joined) * 0.05
-    found[f"{layer}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
-    found[f"{layer}.shared_head.head.weight"] = found["lm_head.weight"].clone()
+    more = {key: torch.randn(size) * 0.1 + (not is_qwen) for key in ("enorm", "hnorm")}
+    more["shared_head.norm"] = found["model.norm.weight"] + torch.randn(size) * 0.1
+    more["eh_proj"] = joined + torch.randn_like(joined) * 0.05
+    if is_qwen:
+        found = {key.replace(layer, "mtp.layers.0"): tensor for key, tensor in found.items()}
+        found |= {f"mtp.{OF_QWEN[key]}.weight": tensor for key, tensor in more.items()}
+    else:
+        more |= {"embed_tokens": found["model.embed_tokens.weight"], "shared_head.head": found["lm_head.weight"]}
+        found |= {f"{layer}.{key}.weight": tensor.clone() for key, tensor in more.items()}
     save_file(found, path / "model.safetensors", {"format": "pt"})
-    kinds = {"mlp_layer_types": ["dense", "sparse"]} if name == "glm4-moe-lite" else {}
-    edit(path, num_hidden_layers=LAYERS, num_nextn_predict_layers=1, **kinds)
+    edit(path, num_hidden_layers=LAYERS, **({} if is_qwen else {"num_nextn_predict_layers": 1}), **NAMES[name])
     return path
 
 
@@ -106,8 +123,9 @@ class Recorder:
 class Reference:
     def __init__(self, path: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # others have the number 61
-        self.model.config.num_mtp_layers, self.model.config.mtp_mlp_layer_types = 1, ["sparse"]
+        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\.", r"^mtp\."]  # others say 61
+        kinds = {"mtp_mlp_layer_types": ["sparse"], "mtp_layer_types": ["full_attention"]}
+        self.model.config.update({"num_mtp_layers": 1, **kinds})
         self.mtp = MtpModel.from_pretrained(self.model)
 
     @torch.inference_mode()
@@ -233,7 +251,6 @@ def test_the_pool_and_hidden_states_are_counted(checkpoint: Path) -> None:
     ("name", "options", "message"),
     [
         ("qwen3", {}, "method='mtp' is not allowed: "),
-        ("qwen3.5", {}, "not with recurrent layers"),
         ("glm4-moe", {"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not allowed: 1 with speculative_config"),
     ],
 )
