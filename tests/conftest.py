@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes on the same cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's job in the background ignores interrupts, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
