@@ -12,9 +12,6 @@ from typing import Any
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes on the same cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell's job in the background ignores interrupts, and so would all that the tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import numpy as np
 import pytest
 import torch
@@ -33,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's job in the background ignores interrupts, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("default", max_examples=5, deadline=None)
     settings.register_profile("long", max_examples=100, deadline=None)
     settings.load_profile("long" if config.getoption("long") else "default")
