@@ -78,6 +78,4 @@ KINDS: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    command_line.run_script(main)
