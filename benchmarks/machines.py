@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from benchmarks.common import command_line, report
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--within", type=float, required=True, metavar="S", help="first token, 99 of 100 requests")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    cases = list(product(CACHES, args.machines))
+    cases: list[tuple[str, int]] = [(cache, n) for cache in CACHES for n in args.machines]
     with ProcessPoolExecutor() as pool:
         runs = dict(zip(cases, pool.map(partial(serve, args), cases), strict=True))
     print(report.table(["KV cache", "machines", *HEADS], rows(args, runs)))
