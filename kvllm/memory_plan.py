@@ -20,7 +20,7 @@ from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, full_groups, sl
 from kvllm.models.config import ModelConfig
 from kvllm.models.loader import empty_model
 from kvllm.parallel import Shard, SingleRank
-from kvllm.worker.build import DTYPES, draft_block_bytes, rank_cache_shape
+from kvllm.worker.build import DTYPES, draft_bytes_per_block, rank_cache_shape
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def plan_memory(
     if draft is not None:
         plain = EngineConfig(num_blocks=1, max_model_len=config.max_model_len, block_size=config.block_size)
         shape = rank_cache_shape(draft, dtype, plain, 1)
-        of_draft = (weights_bytes(draft, dtype, SingleRank()), draft_block_bytes(draft, shape))
+        of_draft = (weights_bytes(draft, dtype, SingleRank()), draft_bytes_per_block(draft, shape))
     return MemoryPlan(
         model,
         config,

@@ -67,9 +67,11 @@ def gated_delta_rule(
     decays: g, float32 `[T, heads]`. strengths: b, the same.
     """
     if step.changes:
-        step.changes.note(
-            lambda again, *rows: gated_delta_rule(*rows, key_heads, again, layer), mixed, decays, strengths
-        )
+
+        def change(again: RecurrentStep, mixed: torch.Tensor, decays: torch.Tensor, strengths: torch.Tensor) -> None:
+            gated_delta_rule(mixed, decays, strengths, key_heads, again, layer)
+
+        step.changes.note(change, mixed, decays, strengths)
     run = _implementation("gated_delta_rule", mixed.device.type)
     states = step.states.states[layer]
     return run(mixed, decays.exp(), strengths, states, step.query_start_loc, step.slots, key_heads)

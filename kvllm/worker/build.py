@@ -240,11 +240,11 @@ def _load_draft(settings: RunnerSettings, model: Decoder, device: torch.device) 
 def _draft_model(settings: RunnerSettings, draft: Decoder, beside: PagedKVCache) -> DraftModel:
     """Over a pool with as many blocks as the cache beside it."""
     backend = _backend(settings, SingleRank(), beside.data.device, beside.num_blocks)
-    arguments = (backend, settings.engine, draft_block_bytes(settings.model, backend.cache.shape))
+    arguments = (backend, settings.engine, draft_bytes_per_block(settings.model, backend.cache.shape))
     return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
 
 
-def draft_block_bytes(model: ModelConfig, shape: CacheShape) -> int:
+def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:
     """Bytes of a block in the pool of a model that drafts, and of hidden states of as many tokens, if it reads them."""
     hidden = shape.block_size * model.hidden_size * shape.dtype.itemsize
     return shape.bytes_per_block + (hidden if model.is_mtp else 0)
