@@ -111,10 +111,10 @@ class Recorder:
                 self.found.append((token_ids, torch.stack(hidden), first, text.draft))
 
     def assert_drafts(self, path: Path) -> None:
-        """All are those of the module, which has drafted nothing before."""
+        """Sixty of them are those of the module, which has drafted nothing before."""
         assert len(self.found) > 20
         mtp = Reference(path)
-        for token_ids, hidden, first, draft in self.found:
+        for token_ids, hidden, first, draft in self.found[:: 1 + len(self.found) // 60]:
             assert draft == mtp.draft(token_ids, hidden, first, len(draft))
         counts = self.llm.stats().drafts
         assert 0 < sum(counts.right) < counts.tokens
