@@ -94,7 +94,8 @@ def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Ite
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
             "out, or give attention_backend='reference' if it is meant"
         )
-    if runner.device.type == "cuda" and not settings.enforce_eager and runner.forward_pass.graphs is None:
+    may_record = not settings.enforce_eager and not any(feature.reads_hidden for feature in runner.features)
+    if runner.device.type == "cuda" and may_record and runner.forward_pass.graphs is None:
         yield (
             f"the attention backend {runner.backend.name} cannot be captured in CUDA graphs, so decode steps are "
             "launched kernel by kernel, which is slower: attention_backend='triton' can be captured"
