@@ -15,6 +15,7 @@ from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
 
 @pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
@@ -160,3 +161,12 @@ def test_what_states_cannot_do_is_refused(checkpoint: Path) -> None:
         LLM(checkpoint, runner="pooling", convert="embed")
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         make_llm(checkpoint, tensor_parallel_size=4 if "qwen" in checkpoint.name else 3)
+
+
+def test_all_ranks_take_back_the_same_tokens(checkpoint: Path) -> None:
+    prompts = [{"prompt_token_ids": [3 + token % 5 for token in prompt]} for prompt in random_token_ids(40, 7)]
+    expected, llm = tokens(make_llm(checkpoint), prompts, greedy(60)), drafting(checkpoint)
+    with shared_memory_shards(2) as shards:
+        llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
+        assert tokens(llm, prompts, greedy(60)) == expected
+    assert llm.stats().drafts.tokens > sum(llm.stats().drafts.right)
