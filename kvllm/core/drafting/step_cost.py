@@ -117,6 +117,8 @@ SEQ_ID = 0
 def _step(config: EngineConfig, count: int, cached: int) -> StepPlan:
     """A new sequence, of which so much is cached, computes `count` tokens."""
     start = _start(config, iter(range(config.num_blocks)), SEQ_ID, count, cached)
+    if count == 1:  # no draft: a graph may hold this, and no state is kept to go back to
+        return StepPlan(new_seqs=[start], decodes=Decodes([SEQ_ID], [0]), reset=True)
     return StepPlan(new_seqs=[start], verifications=[Verification(SEQ_ID, list(range(count)), [])], reset=True)
 
 
