@@ -76,10 +76,10 @@ def rows(args: argparse.Namespace, runs: dict[tuple[str, int], FleetOutcome]) ->
 def draw(args: argparse.Namespace, runs: dict[tuple[str, int], FleetOutcome]) -> None:
     machines = sorted(args.machines)
     lines = {cache: report.Line(machines, [runs[cache, n].first_token.p99 for n in machines]) for cache in CACHES}
-    lines["level"] = report.Line(machines, [args.within] * len(machines))
+    lines["service level"] = report.Line(machines, [args.within] * len(machines))
     title = f"{Path(args.model).stem} on {args.hardware}: {(args.trace or args.workload).stem}"
     path: Path = args.output / "machines.png"
-    report.plot_lines(path, title, "machines", {"first token, p99 (s)": lines})
+    report.plot_lines(path, title, "machines", {"first token, p99 (s)": lines}, logarithmic=True)
     print(f"Written: {path}")
 
 

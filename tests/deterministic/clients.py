@@ -64,9 +64,10 @@ class Clients:
         await asyncio.sleep(arrival.at)
         number = arrival.params.n
         got = Got([[] for _ in range(number)], [None] * number)
-        talk = {"generate": self._generate, "deliver": self._deliver}.get(arrival.via, self._post)
+        ways = {"generate": self._generate, "deliver": self._deliver, "beam": self._search}
+        talk = ways.get(arrival.via, self._post)
         task = asyncio.ensure_future(talk(name, arrival, got))
-        if arrival.leave_at is not None and arrival.via in ("generate", "deliver"):
+        if arrival.leave_at is not None and arrival.via in ways:
             await asyncio.wait((task,), timeout=arrival.leave_at)
             got.left = not task.done()
             task.cancel()
@@ -79,12 +80,19 @@ class Clients:
         return got
 
     async def _generate(self, name: str, arrival: Arrival, got: Got) -> None:
-        if arrival.abort_at is not None:
-            asyncio.get_running_loop().call_later(arrival.abort_at, lambda: asyncio.ensure_future(self.llm.abort(name)))
+        self._plan_abort(name, arrival)
         async for item in self.llm.generate(_prompt(arrival), arrival.params, name, **_service(arrival)):
             got.take(item)
             if arrival.pause:
                 await asyncio.sleep(arrival.pause)
+
+    def _plan_abort(self, name: str, arrival: Arrival) -> None:
+        if arrival.abort_at is not None:
+            asyncio.get_running_loop().call_later(arrival.abort_at, lambda: asyncio.ensure_future(self.llm.abort(name)))
+
+    async def _search(self, name: str, arrival: Arrival, got: Got) -> None:
+        self._plan_abort(name, arrival)
+        got.take(await self.llm.beam_search(_prompt(arrival), arrival.beams, name, **_service(arrival)))
 
     async def _deliver(self, name: str, arrival: Arrival, got: Got) -> None:
         items = 0

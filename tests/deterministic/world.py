@@ -27,7 +27,7 @@ from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.oracle import alone, ending
+from tests.deterministic.oracle import alone, beams_alone, ending
 from tests.deterministic.replicas import SimulatedReplicas
 from tests.deterministic.scenario import TEXT_ROUTES, Arrival, Scenario, make_config
 from tests.helpers.tokenizers import byte_level
@@ -223,6 +223,9 @@ class World:
         self.trace.update(repr((name, got.tokens, got.reasons)).encode())
         if got.error is not None and not self._is_explained(arrival, got.error):
             self.failures.append(f"request {name}: {type(got.error).__name__}: {got.error}")
+        if arrival.via == "beam":
+            self._judge_search(name, arrival, got)
+            return
         compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
         for index, tokens in enumerate(got.tokens):
             aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
@@ -234,6 +237,13 @@ class World:
                 continue
             judge = self._judge_compressed if compressed else self._judge_full
             judge(name, arrival, index, tokens, reason)
+
+    def _judge_search(self, name: str, arrival: Arrival, got: Got) -> None:
+        if got.error is None and not got.left and "abort" not in got.reasons:
+            windows = [group.window for group in self.config.kv_groups for _ in group.parts]
+            expected = beams_alone(arrival.prompt, arrival.beams, windows, self.config.max_model_len, arrival.adapter)
+            if got.tokens != expected:
+                self.failures.append(f"request {name}: {got.tokens} and not {expected} as alone")
 
     def _alone(self, name: str, arrival: Arrival, index: int) -> tuple[list[int], str]:
         windows = [group.window for group in self.config.kv_groups for _ in group.parts]
