@@ -43,7 +43,8 @@ def plot_lines(
 ) -> None:
     """Draw lines over one x axis.
 
-    logarithmic: the y axes. panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
+    panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
+    logarithmic: the y axes.
     """
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure = Figure(figsize=(9, 2.5 * len(panels) + 2), layout="constrained")
