@@ -330,11 +330,17 @@ class EngineArgs:
         `max_position_embeddings`. Raises CheckpointError, and ConfigError for a model that cannot draft for this one.
         """
         options = self.speculation
-        if options is None or options.model is None:
+        if options is None or not options.by_model:
             return None
-        draft = EngineArgs(
-            model=options.model,
-            quantization=options.quantization,
+        own: dict[str, Any] = {"model": options.model, "quantization": options.quantization}
+        kind = EngineArgs
+        if options.method == "mtp":
+            ranks, allowed = self.tensor_parallel_size, '1 with speculative_config method="mtp": one rank has all of it'
+            require(ranks == 1, "tensor_parallel_size", ranks, allowed)
+            kind = _MTPArgs
+            own = {"model": self.path, "quantization": self.quantization, "hf_overrides": self.hf_overrides}
+        draft = kind(
+            **own,
             dtype=self.dtype,
             device=self.device,
             max_num_seqs=self.max_num_seqs,
@@ -555,3 +561,11 @@ class EngineArgs:
         recurrent = model.recurrent.shared_out if model.recurrent else {}
         for name, size in {"query heads": model.num_query_heads, **model.mlp_columns, **recurrent}.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")
+
+
+class _MTPArgs(EngineArgs):
+    """Of the layer of a checkpoint that predicts later tokens."""
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        return super().model_config.mtp

@@ -17,10 +17,10 @@ from kvllm.core.capacity import peak_blocks, tail_start
 from kvllm.core.policies import group_regions
 from kvllm.core.regions import Regions
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, full_groups, sliding_blocks
-from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
+from kvllm.models.loader import empty_model
 from kvllm.parallel import Shard, SingleRank
-from kvllm.worker.build import DTYPES, rank_cache_shape
+from kvllm.worker.build import DTYPES, draft_bytes_per_block, rank_cache_shape
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class MemoryPlan:
     key_bytes, value_bytes: of its key and value alone.
     rank_weights_bytes, rank_block_bytes: of weights, and of one block, on each of `num_ranks` ranks.
     rank_state_bytes: of a sequence's state in recurrent layers there.
+    draft_weights_bytes, draft_block_bytes: of the model that drafts, on the first rank, whose pool has as many blocks.
     """
 
     model: ModelConfig
@@ -67,6 +68,8 @@ class MemoryPlan:
     rank_weights_bytes: int
     rank_block_bytes: int
     rank_state_bytes: int
+    draft_weights_bytes: int = 0
+    draft_block_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -94,6 +97,11 @@ class MemoryPlan:
     def all_layers_block_bytes(self) -> int:
         """Bytes on each rank of a block, if it has places for all layers."""
         return self.rank_block_bytes // self.block_layers * self.model.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes on the first rank of a block, and of one in the pool of the model that drafts."""
+        return self.rank_block_bytes + self.draft_block_bytes
 
     @property
     def has_windows(self) -> bool:
@@ -126,15 +134,17 @@ class MemoryPlan:
         return units if self._regions else full * length
 
     def pool_bytes(self, memory: int, utilization: float) -> int:
-        """Bytes of the KV pool on each rank, if each has `memory` bytes of which `utilization` may be in use.
+        """Bytes of the KV pool on the first rank, with that of the model that drafts, if the rank has `memory` bytes
+        of which `utilization` may be in use.
 
         The memory of a step beside weights and KV pool is measured when an engine starts; here it is left out.
         Raises ConfigError if the weights leave no room for a block.
         """
         require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0, at most 1")
-        left = int(memory * utilization) - self.rank_weights_bytes
-        weights = f"{self.rank_weights_bytes / 1e9:.1f} GB of weights lie on each of {self.num_ranks} ranks"
-        require(left >= self.rank_block_bytes, "gpu_memory", f"{memory / 1e9:g} GB", f"more: {weights}")
+        held = self.rank_weights_bytes + self.draft_weights_bytes
+        left = int(memory * utilization) - held
+        weights = f"{held / 1e9:.1f} GB of weights lie on each of {self.num_ranks} ranks"
+        require(left >= self.block_bytes, "gpu_memory", f"{memory / 1e9:g} GB", f"more: {weights}")
         return left
 
     def concurrency(self, pool_bytes: int, length: int, prompt: int, *, windows: bool = True, compressed: bool) -> int:
@@ -144,9 +154,10 @@ class MemoryPlan:
         leaves of a sequence, at its peak.
         """
         if windows:
-            blocks = self.rank_block_bytes * self.blocks_held(length, prompt, compressed=compressed)
+            blocks = self.block_bytes * self.blocks_held(length, prompt, compressed=compressed)
         else:
-            blocks = self.all_layers_block_bytes * UNIFORM[0].most_blocks(length, self.config.block_size, 1)
+            block_bytes = self.all_layers_block_bytes + self.draft_block_bytes
+            blocks = block_bytes * UNIFORM[0].most_blocks(length, self.config.block_size, 1)
         return pool_bytes // (blocks + self.rank_state_bytes)
 
     def blocks_held(self, length: int, prompt: int, *, compressed: bool) -> int:
@@ -162,14 +173,22 @@ class MemoryPlan:
         return active and group_regions(active, self.config.block_size, groups)
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1) -> MemoryPlan:
-    """The plan of a model whose weights have the type `dtype`, on so many tensor-parallel ranks.
+def plan_memory(
+    model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1, draft: ModelConfig | None = None
+) -> MemoryPlan:
+    """The plan of a model whose weights have the type `dtype`, on so many tensor-parallel ranks. draft: a model that
+    drafts for it, in the same type.
 
     Raises ConfigError if the ranks cannot share the model out equally.
     """
     require(num_ranks >= 1, "tensor_parallel_size", num_ranks, "at least 1")
     whole, rank = (rank_cache_shape(model, dtype, config, ranks) for ranks in (1, num_ranks))
     key, value = whole.vector_bytes
+    of_draft = (0, 0)
+    if draft is not None:
+        plain = EngineConfig(num_blocks=1, max_model_len=config.max_model_len, block_size=config.block_size)
+        shape = rank_cache_shape(draft, dtype, plain, 1)
+        of_draft = (weights_bytes(draft, dtype, SingleRank()), draft_bytes_per_block(draft, shape))
     return MemoryPlan(
         model,
         config,
@@ -183,6 +202,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
         weights_bytes(model, dtype, _FirstRank(num_ranks)),
         rank.bytes_per_block,
         rank.recurrent.bytes_per_sequence if rank.recurrent else 0,
+        *of_draft,
     )
 
 
@@ -202,8 +222,7 @@ def weights_bytes(model: ModelConfig, dtype: str, shard: Shard) -> int:
 
     Raises ConfigError if the ranks cannot share the model out equally.
     """
-    build = model_family(model.architecture).build
-    decoder = build(model, shard, DTYPES[dtype], torch.device("meta"), 1)
+    decoder = empty_model(model, shard, DTYPES[dtype], torch.device("meta"), 1)
     numbers = sum(math.prod(weight.target.shape) for weight in decoder.weights().values())
     return numbers * DTYPES[dtype].itemsize
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's job in the background ignores interrupts, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("default", max_examples=5, deadline=None)
     settings.register_profile("long", max_examples=100, deadline=None)
     settings.load_profile("long" if config.getoption("long") else "default")

@@ -38,10 +38,13 @@ class Line(NamedTuple):
     errors: tuple[Sequence[float], Sequence[float]] | None = None
 
 
-def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
+def plot_lines(
+    path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]], *, logarithmic: bool = False
+) -> None:
     """Draw lines over one x axis.
 
     panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
+    logarithmic: the y axes.
     """
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure = Figure(figsize=(9, 2.5 * len(panels) + 2), layout="constrained")
@@ -54,7 +57,11 @@ def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping
             style |= {"linewidth": 1.2, "marker": "o" if len(line.x) < 50 else None, "markersize": 3, "capsize": 2}
             handles[label] = axes.errorbar(line.x, line.y, line.errors, **style)
         axes.set_ylabel(ylabel)
-        axes.set_ylim(bottom=0)
+        if logarithmic:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel(xlabel)

@@ -142,8 +142,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         compression, residual = self.active_compression, self.kv_residual_tokens
         if self.speculation is None:
             return
-        allowed = "not with recurrent layers, whose states take back no token: leave it out"
-        require(not self.has_recurrent_layers, "speculative_config", self.speculation.method, allowed)
         count = self.speculation.num_speculative_tokens
         allowed = f"less than kv_residual_tokens={residual}, of which drafts take the places"
         require(residual == 0 or count < residual, "num_speculative_tokens", count, allowed)

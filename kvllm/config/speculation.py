@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvllm.config.checks import Options, Refused, check_types, require
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "mtp")
 MOST_DRAFTS = 64
 ONE_RANK = "the first rank computes all of the draft model: leave it out"
 
@@ -18,7 +18,8 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
     Attributes:
         method: where drafts come from. "ngram": what came after the last tokens of a text when they stood in it before.
             "suffix": after as many of the last tokens as ever stood in this text, or in the output of earlier requests
-            with the same cache salt. "draft_model": what a smaller model with the same vocabulary says.
+            with the same cache salt. "draft_model": what a smaller model with the same vocabulary says. "mtp": what
+            the layer says that the checkpoint has for this.
         num_speculative_tokens: most tokens that are drafted for a sequence in a step.
         prompt_lookup_min, prompt_lookup_max: how many last tokens "ngram" looks for: as many as are found, at least and
             at most these. Both are 5 if neither is given.
@@ -54,6 +55,11 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
         allowed = 'method="draft_model" needs the directory of a checkpoint with the same vocabulary, or its id'
         require(not drafts_by_model or bool(self.model), "model", self.model, allowed)
         require(1 <= least <= most, "prompt_lookup_min", least, f"between 1 and prompt_lookup_max={most}")
+
+    @property
+    def by_model(self) -> bool:
+        """Whether workers draft, by what they compute."""
+        return self.method in ("draft_model", "mtp")
 
     @property
     def lookup(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
@@ -77,6 +78,13 @@ class CompressionPlanner:
             first_block = self.blocks.blocks_for(max(seq.cached_length, seq.prompt_length))
             step.plan.scored.append(ScoringStart(seq.seq_id, first_block * self.config.block_size))
             seq.scored(first_block * self.config.block_size)
+
+    def most_drafts(self, seq: Sequence) -> int:
+        """How many drafted tokens of a sequence are computed before what its length alone lets be compressed is due."""
+        if not self.policy.at_once:
+            return sys.maxsize
+        cached = seq.cached_length
+        return self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail) - cached - 1
 
     def can_compress(self, seq: Sequence) -> bool:
         """Whether something of a sequence is complete."""

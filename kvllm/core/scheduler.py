@@ -189,8 +189,12 @@ class Scheduler:
         running sequences from this one on may need."""
         if not self.speculation or not seq.is_decoding:
             return []
-        tokens = step.plan.num_tokens + num_left
-        draft = self.speculation.propose(seq, step.tokens - num_left, tokens, step.plan.num_seqs + num_left)
+        tokens, most = step.plan.num_tokens + num_left, step.tokens - num_left
+        if self.blocks.snapshots:
+            most = min(most, self.blocks.snapshots.most_drafts(seq))
+        if self.planner:
+            most = min(most, self.planner.most_drafts(seq))
+        draft = self.speculation.propose(seq, most, tokens, step.plan.num_seqs + num_left)
         more = self.blocks.blocks_to_append(seq, 1 + len(draft)) if draft else 0
         return draft if not more or more + num_left <= self.blocks.num_available else []
 

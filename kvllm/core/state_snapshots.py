@@ -35,6 +35,10 @@ class StateSnapshots:
         end = end // self.block_size * self.block_size
         return end - begin if end > begin else num_tokens
 
+    def most_drafts(self, seq: Sequence) -> int:
+        """How many drafted tokens leave the end of a block alone at which a sequence that decodes comes by."""
+        return self._distance - seq.logical_length % self._distance - 1
+
     def longest(self, hashes: Sequences[bytes], count: int) -> int:
         """The most blocks, up to `count`, after which a state is known."""
         return next((known for known in range(count, 0, -1) if hashes[known - 1] in self._row_of), 0)

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvllm.config import EngineConfig, bounding, make_kv_groups, require
-from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
+from kvllm.config import EngineConfig, SpeculativeConfig, bounding, make_kv_groups, require
+from kvllm.engine_args import EngineArgs
+from kvllm.entrypoints.engine_flags import CHOICES, READERS, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
 from kvllm.entrypoints.sizes import GIB, parse_bytes
 from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.layer_shares import resolve
+from kvllm.models.config import ModelConfig
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
     add("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)")
     add("--compression", default="none", metavar=SETTINGS, help="options of CompressionConfig (default: none)")
+    add("--speculative-config", **READERS["speculative_config"], help="of what drafts, its memory is counted, too")
     add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
     add("--prompt-length", type=int, default=0, metavar="N", help="of these, the prompt, which windows leave whole")
     add("--num-sequences", type=int, default=1, metavar="M", help="sequences of that length (default: 1)")
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace) -> None:
         compression=compression,
         kv_groups=make_kv_groups(windows, compression),
     )
-    plan = plan_memory(model, config, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
+    dtype, draft = resolve_dtype(args.dtype, model), _draft_config(args.speculative_config, model)
+    plan = plan_memory(model, config, dtype, args.tensor_parallel_size, draft)
     length = longest if args.input_length is None else args.input_length
     require(length >= 1, "input_length", length, "at least 1")
     require(0 <= args.prompt_length <= length, "prompt_length", args.prompt_length, f"between 0 and {length}")
@@ -77,6 +81,14 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(report(plan, length, args)))
     if args.plot:
         draw(plan, args.prompt_length, args.plot)
+
+
+def _draft_config(options: dict[str, Any] | None, model: ModelConfig) -> ModelConfig | None:
+    """The model that drafts, if one does. Raises ConfigError and CheckpointError."""
+    speculation = None if options is None else SpeculativeConfig(**options)
+    if speculation is None or not speculation.by_model:
+        return None
+    return read_model_config(EngineArgs(speculation.model).described_path) if speculation.model else model.mtp
 
 
 def figures(plan: MemoryPlan, length: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +104,9 @@ def figures(plan: MemoryPlan, length: int, args: argparse.Namespace) -> dict[str
         "blocks_per_sequence": plan.blocks_per_sequence(length),
         "weights_bytes": plan.weights_bytes,
     }
+    if plan.draft_block_bytes:
+        found["draft_weights_bytes"] = plan.draft_weights_bytes
+        found["draft_bytes_per_token"] = plan.draft_block_bytes // plan.config.block_size
     if plan.rank_state_bytes:
         found["state_bytes_per_rank"] = plan.rank_state_bytes
     if plan.compresses:
@@ -122,6 +137,9 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
     if plan.num_ranks > 1:
         weights += f", {plan.rank_weights_bytes / GIB:,.2f} GiB on each of {plan.num_ranks} ranks"
     yield f"weights: {weights}; KV pairs of a token in all layers: {plan.bytes_per_token:,} bytes"
+    if plan.draft_block_bytes:
+        weights, of_token = plan.draft_weights_bytes / GIB, plan.draft_block_bytes // plan.config.block_size
+        yield f"what drafts: {weights:,.2f} GiB of weights, {of_token:,} bytes of a token in a pool as long"
     yield ""
     yield f"{'layers':<10}{'number':>8}{'window':>10}{'bytes of a KV pair':>20}{'of a token':>14}"
     for kind in plan.layer_types:
@@ -141,7 +159,7 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
         of_layers = "" if places == layers else f" tokens in {places} of {layers} layers"
         yield ""
         yield (
-            f"KV pool of a rank: {pool / GIB:,.2f} GiB, {pool // plan.rank_block_bytes:,} blocks of "
+            f"KV pool of a rank: {pool / GIB:,.2f} GiB, {pool // plan.block_bytes:,} blocks of "
             f"{plan.config.block_size}{of_layers}; what steps need beside it is measured when an engine starts"
         )
         for what, number in concurrency(plan, pool, length, args.prompt_length).items():

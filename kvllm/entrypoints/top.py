@@ -120,6 +120,9 @@ def view(root: str, now: Scrape, before: Scrape | None, load: int | None) -> lis
                 ("windows compressed", "kvllm:windows_compressed"),
                 ("KV pairs evicted", "kvllm:evicted_pairs"),
                 ("blocks released", "kvllm:blocks_released"),
+                ("drafts", "vllm:spec_decode_num_drafts"),
+                ("drafted tokens", "vllm:spec_decode_num_draft_tokens"),
+                ("right drafted tokens", "vllm:spec_decode_num_accepted_tokens"),
             )
         ),
         "",

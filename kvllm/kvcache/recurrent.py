@@ -1,12 +1,14 @@
 """The states of recurrent layers: of each running sequence one, whose size does not grow with the text.
 
 They lie beside the KV pool, in a row for each table slot. A state is that after all tokens that are computed, so it
-cannot be shared like a block, or taken back by a token.
+cannot be shared like a block, or taken back by a token: after wrong drafts, a copy from before is changed again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -69,9 +71,30 @@ class RecurrentStep:
     """What the recurrent layers of one pass read and write.
 
     slots: int32 `[S]`, the rows of the sequences. query_start_loc: int32 `[S + 1]`, where the query tokens of each
-    begin.
+    begin. changes: where each change of states is noted.
     """
 
     states: RecurrentStates
     slots: torch.Tensor
     query_start_loc: torch.Tensor
+    changes: StateChanges | None = None
+
+
+class StateChanges:
+    """What a pass does to states, layer by layer, so that it can be done again for some of its tokens without weights.
+
+    rows: the query tokens for which it is noted.
+    """
+
+    def __init__(self, rows: slice) -> None:
+        self._rows = rows
+        self._noted: list[tuple[Callable[..., Any], list[torch.Tensor]]] = []
+
+    def note(self, change: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """change: called with a RecurrentStep and rows of the `tensors` `[T, ...]`."""
+        self._noted.append((change, [tensor[self._rows].clone() for tensor in tensors]))
+
+    def repeat(self, step: RecurrentStep, rows: torch.Tensor) -> None:
+        """Do it again. rows: int64, which of the noted ones."""
+        for change, tensors in self._noted:
+            change(step, *(tensor[rows] for tensor in tensors))

@@ -115,7 +115,7 @@ class Decoder:
         Returns the normalized hidden states `[T or len(wanted), hidden_size]`, the input of `logits`.
         """
         if self._compiled and self._compiled.serves(attention):
-            return self._compiled.forward(self.embedding.forward(token_ids), positions, attention, wanted)
+            return self._compiled.forward(self.embed(token_ids), positions, attention, wanted)
         return self._run_layers(token_ids, positions, attention, None, wanted)
 
     def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:

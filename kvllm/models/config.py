@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 
 from kvllm.attention.layer import LayerAttention
-from kvllm.errors import CheckpointError
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
@@ -74,6 +74,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
     generates: without it, the model ends with hidden states: it has no head, and the checkpoint's, if any, is not its.
+    mtp_prefix: of the names of a layer's tensors that predicts later tokens, if the checkpoint has one of a known form.
+        is_mtp: this is that layer alone (`MTPDecoder`).
     causal: without it, tokens attend those after them, too; a window of w tokens then reaches w - 1 to either side.
     """
 
@@ -114,6 +116,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     text_of: str | None = None
+    mtp_prefix: str | None = None
+    is_mtp: bool = False
     generates: bool = True
     causal: bool = True
 
@@ -134,6 +138,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.two_sizes:
             return len(self.two_sizes.slides)
         return self.num_layers + (len(self.recurrent.indices) if self.recurrent else 0)
+
+    @property
+    def mtp(self) -> ModelConfig:
+        """The layer that predicts later tokens, as a model of one layer. Raises ConfigError if there is none."""
+        if self.mtp_prefix is None:
+            raise ConfigError(
+                "speculative_config: method='mtp' is not allowed: the checkpoint has no layer for it that kvllm knows, "
+                "as those of Qwen3.5, or with num_nextn_predict_layers in config.json, of GLM and DeepSeek-V3: use "
+                "another method"
+            )
+        experts = self.experts and msgspec.structs.replace(self.experts, dense_layers=())
+        return msgspec.structs.replace(self, num_layers=1, layers=(), recurrent=None, experts=experts, is_mtp=True)
 
     @property
     def shares_kv_pairs(self) -> bool:
@@ -187,6 +203,7 @@ class ConfigKeys(TopKeys, kw_only=True):
     attention_chunk_size: int | None = None
     kv_sharing_modes: list[str] | None = None
     per_layer_config: Any = None
+    num_nextn_predict_layers: int | None = None
     quantization_config: dict[str, Any] | None = None
     text_of: str | None = None
     dtype: str | None = None
@@ -262,6 +279,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         "bos_token_id": keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
         "eos_token_ids": _eos_token_ids(keys, generation),
         "text_of": keys.text_of,
+        "mtp_prefix": _mtp_prefix(keys) if family.extra_layers else None,
     }
     config = ModelConfig(**common | fields)
     _check_totals(config)
@@ -412,6 +430,10 @@ def _check_totals(config: ModelConfig) -> None:
             f"its sizes imply {numbers:,} numbers for the keys and values of one token, more than the "
             f"{MOST_KV_NUMBERS:,} that kvllm allows"
         )
+
+
+def _mtp_prefix(keys: ConfigKeys) -> str | None:
+    return f"model.layers.{keys.num_hidden_layers}" if keys.num_nextn_predict_layers else None
 
 
 def _weight_format(keys: ConfigKeys) -> WeightFormat | None:

@@ -46,6 +46,8 @@ def convolve(
 
     taps: `[taps, channels]`, that of the newest token last. layer: among the recurrent ones.
     """
+    if step.changes:
+        step.changes.note(lambda again, x: convolve(x, taps, again, layer, silu=silu), x)
     run = _implementation("short_convolution", x.device.type)
     return run(x, taps, step.states.inputs[layer], step.query_start_loc, step.slots, silu)
 
@@ -64,6 +66,12 @@ def gated_delta_rule(
         many heads. Queries and keys are scaled to length 1 here, and queries by `key_dim ** -0.5`.
     decays: g, float32 `[T, heads]`. strengths: b, the same.
     """
+    if step.changes:
+
+        def change(again: RecurrentStep, mixed: torch.Tensor, decays: torch.Tensor, strengths: torch.Tensor) -> None:
+            gated_delta_rule(mixed, decays, strengths, key_heads, again, layer)
+
+        step.changes.note(change, mixed, decays, strengths)
     run = _implementation("gated_delta_rule", mixed.device.type)
     states = step.states.states[layer]
     return run(mixed, decays.exp(), strengths, states, step.query_start_loc, step.slots, key_heads)

@@ -22,6 +22,7 @@ from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
+from kvllm.models.mtp import MTPDecoder
 from kvllm.models.multimodal import text_tensors
 from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
@@ -62,13 +63,13 @@ def load_model(
             found = {name: found[name] for name in found.keys() - set(unused(config, list(found)))}
         if not config.generates:
             found = {name: tensor for name, tensor in found.items() if name not in (HEAD, SCORE)}
-        without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
+        without_memory = empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)
         _check(stored, found, config.tie_word_embeddings, checkpoint.config_file.name)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
-        model = _empty_model(config, shard, dtype, device, max_model_len)
+        model = empty_model(config, shard, dtype, device, max_model_len)
         if device.type == "cpu" and dtype in PACKABLE_DTYPES and not (bits or expand):
             _hold_as_in_file(model.weights(), found)
         model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])
@@ -100,7 +101,7 @@ def random_model(
     """A model with normally distributed weights (norms are one), for measurements: the same on any number of ranks."""
     if config.weight_format:
         raise ConfigError('load_format="dummy" makes no quantized weights: take quantization_config out of config.json')
-    model = _empty_model(config, shard, dtype, device, max_model_len)
+    model = empty_model(config, shard, dtype, device, max_model_len)
     model.allocate(Packing(bits))
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.weights().items():
@@ -130,12 +131,14 @@ def _random_strips(
         yield first, values.normal_(0, std, generator=generator)
 
 
-def _empty_model(
+def empty_model(
     config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
+    """A model without memory for its matrices. Raises ConfigError if the ranks cannot share the model out equally."""
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError("dtype float16 is not computed on the CPU: use bfloat16 or float32")
-    return model_family(config.architecture).build(config, shard, dtype, device, max_model_len)
+    model = model_family(config.architecture).build(config, shard, dtype, device, max_model_len)
+    return MTPDecoder(model, config, dtype, device) if config.is_mtp else model
 
 
 def of_whole_model(found: Tensors) -> Tensors:
@@ -146,6 +149,11 @@ def of_whole_model(found: Tensors) -> Tensors:
 
 
 def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:
+    """Those of the layers that are loaded. A layer that predicts later tokens comes with copies of what it shares."""
+    if config.is_mtp:
+        copies = (f"{config.mtp_prefix}.embed_tokens.", f"{config.mtp_prefix}.shared_head.head.")
+        own = (name for name in found if name.startswith(f"{config.mtp_prefix}."))
+        return {name: found[name] for name in own if not name.startswith(copies)}
     if not model_family(config.architecture).extra_layers:
         return found
     extra = re.compile(r"model\.layers\.(\d{1,6})\.")

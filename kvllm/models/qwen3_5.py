@@ -64,6 +64,7 @@ def read(keys: Qwen35Keys) -> dict[str, Any]:
         "norm_offset": 1.0,
         "qkv_bias": keys.attention_bias,
         "output_bias": keys.attention_bias,
+        "mtp_prefix": "mtp",
     }
 
 

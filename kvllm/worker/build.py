@@ -27,6 +27,7 @@ from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
 from kvllm.models.config import EXPANDED, QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
+from kvllm.models.mtp import MTPDecoder
 from kvllm.models.rotary import check_one_rotation, rotary_frequencies
 from kvllm.parallel import Shard, SingleRank, kv_heads
 from kvllm.structured.compile import Grammars
@@ -37,6 +38,7 @@ from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.rare_kernels import launch_rare_kernels
 
 GIB = 1 << 30
@@ -92,7 +94,8 @@ def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Ite
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
             "out, or give attention_backend='reference' if it is meant"
         )
-    if runner.device.type == "cuda" and not settings.enforce_eager and runner.forward_pass.graphs is None:
+    may_record = not settings.enforce_eager and not any(feature.reads_hidden for feature in runner.features)
+    if runner.device.type == "cuda" and may_record and runner.forward_pass.graphs is None:
         yield (
             f"the attention backend {runner.backend.name} cannot be captured in CUDA graphs, so decode steps are "
             "launched kernel by kernel, which is slower: attention_backend='triton' can be captured"
@@ -148,7 +151,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     method, small = check_runner(settings, shard, device)
     with enough_memory("the model", "take a smaller one"):
         model = load_shard(settings, shard, device)
-        draft = load_shard(settings.draft, SingleRank(), device) if settings.draft and shard.rank == 0 else None
+        draft = _load_draft(settings.draft, model, device) if settings.draft and shard.rank == 0 else None
         store = _host_store(settings, shard, device)
     if utilization is not None:
         probe = _runner(settings, shard, model, small, method, store, draft)
@@ -227,10 +230,25 @@ def _runner(
     )
 
 
-def _draft_model(settings: RunnerSettings, model: Decoder, beside: PagedKVCache) -> DraftModel:
+def _load_draft(settings: RunnerSettings, model: Decoder, device: torch.device) -> Decoder:
+    """The whole of what drafts for a model."""
+    draft = load_shard(settings, SingleRank(), device)
+    if isinstance(draft, MTPDecoder):
+        draft.share(model)
+    return draft
+
+
+def _draft_model(settings: RunnerSettings, draft: Decoder, beside: PagedKVCache) -> DraftModel:
     """Over a pool with as many blocks as the cache beside it."""
     backend = _backend(settings, SingleRank(), beside.data.device, beside.num_blocks)
-    return DraftModel(model, backend, settings.engine)
+    arguments = (backend, settings.engine, draft_bytes_per_block(settings.model, backend.cache.shape))
+    return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
+
+
+def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:
+    """Bytes of a block in the pool of a model that drafts, and of hidden states of as many tokens, if it reads them."""
+    hidden = shape.block_size * model.hidden_size * shape.dtype.itemsize
+    return shape.bytes_per_block + (hidden if model.is_mtp else 0)
 
 
 def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) -> HostStore | None:

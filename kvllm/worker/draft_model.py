@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from kvllm.attention.base import AttentionBackend
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import StepPlan
+from kvllm.core.tables import TableStart
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import Decoder
 from kvllm.worker.features.base import WorkerParts
@@ -26,12 +28,13 @@ NO_PLAN = StepPlan()
 
 
 @dataclass
-class _Held:
+class Held:
     """What the pool has of a sequence. drafted: the last tokens that are computed, which were a draft: where the text
-    has others, their KV pairs are overwritten."""
+    has others, their KV pairs are overwritten. hidden: `[1, hidden_size]`, of the last token, where drafts read it."""
 
     state: SequenceState
     drafted: list[int] = field(default_factory=list)
+    hidden: torch.Tensor | None = None
 
 
 class DraftModel:
@@ -41,11 +44,16 @@ class DraftModel:
     is new, or had none for long, none until all of its text is computed, with at most `max_num_batched_tokens` of all
     sequences at once.
 
-    config: with as many blocks as the pool has, in one group.
+    config: with as many blocks as the pool has, in one group. bytes_per_block: memory for as many tokens as one holds.
+    reads_hidden: whether it needs the hidden states of texts.
     """
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
+    reads_hidden: ClassVar[bool] = False
+
+    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig, bytes_per_block: int) -> None:
+        self.model = model
         self.config = config
+        self.bytes_per_block = bytes_per_block
         self.cache = backend.cache
         self.tables = PartTables.of(config)
         worker = WorkerParts(model, config, make_operations(self.cache), backend, self.tables)
@@ -55,7 +63,7 @@ class DraftModel:
 
     def reset(self) -> None:
         """Drop all sequences."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._without_room: set[int] = set()
         self._free_slots = list(range(self.config.max_num_seqs))
         self._free_blocks = list(range(self.cache.num_blocks))
@@ -91,26 +99,29 @@ class DraftModel:
         while going_on := [(text, held) for text, held in going_on if len(text.draft) < text.count]:
             for text, held in going_on:
                 held.drafted.append(text.draft[-1])
-            states = [held.state for _, held in going_on]
-            logits = self._pass(states, [text.draft[-1:] for text, _ in going_on])
+            logits = self._pass(going_on, [text.draft[-1:] for text, _ in going_on])
             going_on = _choose(logits, going_on)
 
-    def _hold(self, text: Text) -> _Held | None:
+    def _hold(self, text: Text) -> Held | None:
         """What is there of a text, with blocks for its draft; None if there is no room."""
         num_tokens = len(text) + text.count - 1
         if text.seq_id in self._without_room or num_tokens > self.config.max_model_len:
             return None
         held = self._held.get(text.seq_id)
+        if held and text.hidden and held.state.logical_length - len(held.drafted) != text.hidden.begin:
+            self._release(text.seq_id)  # what lies between was forgotten
+            held = None
         tables, size = self.tables.parts[0], self.config.block_size
-        missing = -(-num_tokens // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
+        first = held.state.dropped if held else text.hidden.begin if text.hidden else 0
+        missing = -(-(num_tokens - first) // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
         if missing > len(self._free_blocks):
             self._release(text.seq_id)
             self._without_room.add(text.seq_id)
             return None
         if held is None:
             slot = self._free_slots.pop()
-            self.tables.start(slot, 0, [])
-            held = self._held[text.seq_id] = _Held(SequenceState([], slot, self.tables, text.row))
+            self.tables.start(slot, first, [TableStart(first, [])])
+            held = self._held[text.seq_id] = Held(SequenceState([], slot, self.tables, text.row))
         held.state.sample_row = text.row
         if missing > 0:
             tables.append(held.state.table_slot, self._free_blocks[-missing:])
@@ -118,19 +129,22 @@ class DraftModel:
         self._forget_wrong(text, held)
         return held
 
-    def _forget_wrong(self, text: Text, held: _Held) -> None:
+    def _forget_wrong(self, text: Text, held: Held) -> None:
         """Keep of what is computed what the text begins with, less its last token, whose logits are wanted."""
-        end = held.state.logical_length
-        begin = end - len(held.drafted)
+        begin = held.state.logical_length - len(held.drafted)
+        self.tables.logical[held.state.table_slot] = begin + self._num_right(text, begin, held.drafted)
+        held.drafted = []
+
+    def _num_right(self, text: Text, begin: int, drafted: list[int]) -> int:
+        """How many of the drafted tokens, which were computed from position `begin` on, are those of the text."""
         right = 0
-        for drafted, token_id in zip(held.drafted, text.after(begin)[:-1], strict=False):
-            if drafted != token_id:
+        for each, token_id in zip(drafted, text.after(begin)[:-1], strict=False):
+            if each != token_id:
                 break
             right += 1
-        held.drafted = []
-        self.tables.logical[held.state.table_slot] = begin + right
+        return right
 
-    def _read(self, found: list[tuple[Text, _Held]]) -> list[tuple[Text, _Held]]:
+    def _read(self, found: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
         """Compute what is missing of texts, the shortest first, in one pass. Returns those of which nothing is missing
         then, with the first token of their drafts."""
         missing = [text.after(held.state.logical_length) for text, held in found]
@@ -145,12 +159,12 @@ class DraftModel:
                 left -= len(chunk)
         if not chunks:
             return []
-        states = [found[i][1].state for i in order[: len(chunks)]]
-        logits = self._pass(states, chunks)
+        logits = self._pass([found[i] for i in order[: len(chunks)]], chunks)
         return _choose(logits[: len(whole)], [found[i] for i in order[: len(whole)]]) if whole else []
 
-    def _pass(self, states: list[SequenceState], tokens: list[list[int]]) -> torch.Tensor:
+    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]]) -> torch.Tensor:
         """Compute the next tokens of sequences. Returns the logits of the last one of each: `[S, V]`."""
+        states = [held.state for _, held in found]
         counts = [len(each) for each in tokens]
         table_slots, num_known = np.array([state.table_slot for state in states]), np.array(counts)
         num_decodes = len(states) if max(counts) == 1 else 0
@@ -158,11 +172,11 @@ class DraftModel:
         inputs, compute = self.forward_pass.prepare(NO_PLAN, batch)
         self.tables.advance(table_slots, num_known)
         inputs.write_tokens(np.concatenate(tokens))
-        found: LastLogits = compute(inputs, None)(range(len(states)))
-        return found.logits
+        last: LastLogits = compute(inputs, None)(range(len(states)))
+        return last.logits
 
 
-def _choose(logits: torch.Tensor, texts: list[tuple[Text, _Held]]) -> list[tuple[Text, _Held]]:
+def _choose(logits: torch.Tensor, texts: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
     """Add a token to each draft. Returns those that can go on."""
     rows = rows_of([held.state for _, held in texts])
     rows.reported.clear()  # nobody asks for log probabilities of drafts

@@ -86,16 +86,20 @@ class ForwardPass:
         place: Place | None,
     ) -> LastRows:
         """Kernel by kernel. attention: if it is known already."""
+        positions = inputs.array("positions")
         inputs = inputs.to(self.device)
         if place:
             place(inputs.token_ids)
         attention = attention or self._attention(inputs, attends)
         last = None if batch.only_decodes else to_device(batch.last_tokens, self.device)
         # On a GPU, a product may have other bits with another number of rows; on a CPU it has not.
-        all_wanted = self.device.type != "cpu" or bool(self.reports.pending)
+        readers = [feature for feature in self.features if feature.reads_hidden]
+        all_wanted = self.device.type != "cpu" or bool(self.reports.pending or readers)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, attention, None if all_wanted else last)
         if self.reports.pending:
             self.reports.add(plan, batch.states, hidden)
+        for feature in readers:
+            feature.computed(batch, positions, hidden)
         if all_wanted and last is not None:
             hidden = hidden[last]
         return partial(self._last_logits, batch, hidden)

@@ -83,7 +83,7 @@ class ModelRunner:
         self._overlaps = all(feature.overlaps for feature in self.features)
         self._last = Launched()
         self._batches = BatchKeeper()
-        self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.cache.shape.bytes_per_block if draft else 0)
+        self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.bytes_per_block if draft else 0)
 
     def _adapters(self, config: EngineConfig) -> LoadedAdapters | None:
         if not config.max_loras:

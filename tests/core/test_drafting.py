@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.config import SpeculativeConfig
+from kvllm.config import EngineConfig, SpeculativeConfig
 from kvllm.core.drafting.index import MOST_PLACES, RunIndex
 from kvllm.core.drafting.ngram import NgramDrafter
-from kvllm.core.drafting.step_cost import StepCost
+from kvllm.core.drafting.step_cost import StepCost, measure_steps
 from kvllm.core.drafting.suffix import MOST_TOKENS, SuffixDrafter
+from kvllm.core.executor import Executor
+from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.sequence import Sequence, ServiceClass
 from kvllm.core.speculation import Speculation
 from kvllm.sampling_params import SamplingParams
@@ -104,6 +106,33 @@ COST = StepCost([1, 2, 4, 8], [1.0, 1.2, 1.6, 4.0], [0.001, 0.0015, 0.0025, 0.00
 def test_costs_are_linear_between_what_was_measured(tokens: int, more: float) -> None:
     assert COST.least_probability(tokens, 1) == pytest.approx(more / 1.0)
     assert COST.least_probability(tokens, 3) == pytest.approx(more * 3 / 1.4)
+
+
+class RecordingExecutor(Executor):
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        return StepResult()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("vocab_size", "most"), [(1000, 32), (10, 8), (1, None)])
+def test_tokens_of_measured_steps_have_different_experts(vocab_size: int, most: int | None) -> None:
+    """Equal ones would have the same, and many of them cost next to nothing."""
+    executor = RecordingExecutor()
+    config = EngineConfig(num_blocks=100, max_model_len=1000, speculation=SpeculativeConfig(method="mtp"))
+    cost = measure_steps(executor, config, vocab_size)
+    assert (cost.tokens[-1] if cost else None) == most
+    steps = [each.token_ids for plan in executor.plans for each in plan.verifications]
+    steps += [plan.decodes.token_ids for plan in executor.plans]
+    assert all(len(set(token_ids)) == len(token_ids) for token_ids in steps)
+    assert all(token_id < vocab_size for token_ids in steps for token_id in token_ids)
 
 
 def test_a_long_cache_makes_drafts_dearer_and_steps_without_them_too() -> None:

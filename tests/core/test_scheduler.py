@@ -219,7 +219,7 @@ def configs(draw) -> EngineConfig:
         kv_offloading_path=draw(st.sampled_from([None, "disk"])),
         has_recurrent_layers=recurrent,
         num_state_snapshots=draw(st.integers(0, 4)) if recurrent else 0,
-        speculation=None if recurrent else draw(st.sampled_from([None, None, NGRAM, SUFFIX, MODEL])),
+        speculation=draw(st.sampled_from([None, None, NGRAM, SUFFIX, MODEL])),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import MutableMapping
 from typing import Any
@@ -12,8 +11,9 @@ from msgspec import Struct
 
 from kvllm import RequestOutput
 from kvllm.async_llm import AsyncLLM
-from kvllm.errors import EngineDeadError, RequestError
+from kvllm.errors import RequestError
 from kvllm.lora.request import Adapter
+from tests.deterministic.routes import PATHS, body_of, read_answer
 from tests.deterministic.scenario import Arrival
 
 
@@ -22,10 +22,12 @@ class CallbackFailed(Exception):
 
 
 class Got(Struct):
-    """What a client has of a request, by completion. left: whether it went away before the end."""
+    """What a client has of a request, by completion. text: of the only one, from a route that shows no tokens. left:
+    whether it went away before the end."""
 
     tokens: list[list[int]]
     reasons: list[str | None]
+    text: str = ""
     error: BaseException | None = None
     left: bool = False
 
@@ -38,11 +40,22 @@ class Got(Struct):
 
 
 class Clients:
-    """app: the server's application, if there is one. max_model_len: of its engine."""
+    """app: the server's application, if there is one. prompts: of the model, the requests'. contents: of messages,
+    where a request is one. max_model_len: of the engine."""
 
-    def __init__(self, llm: AsyncLLM, app: Any, max_model_len: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        app: Any,
+        prompts: dict[str, list[int]],
+        contents: dict[str, str],
+        max_model_len: int,
+        rng: random.Random,
+    ) -> None:
         self.llm = llm
         self.app = app
+        self.prompts = prompts
+        self.contents = contents
         self.max_model_len = max_model_len
         self.rng = rng
 
@@ -51,9 +64,10 @@ class Clients:
         await asyncio.sleep(arrival.at)
         number = arrival.params.n
         got = Got([[] for _ in range(number)], [None] * number)
-        talk = {"generate": self._generate, "deliver": self._deliver}.get(arrival.via, self._post)
+        ways = {"generate": self._generate, "deliver": self._deliver, "beam": self._search}
+        talk = ways.get(arrival.via, self._post)
         task = asyncio.ensure_future(talk(name, arrival, got))
-        if arrival.leave_at is not None and arrival.via in ("generate", "deliver"):
+        if arrival.leave_at is not None and arrival.via in ways:
             await asyncio.wait((task,), timeout=arrival.leave_at)
             got.left = not task.done()
             task.cancel()
@@ -66,12 +80,19 @@ class Clients:
         return got
 
     async def _generate(self, name: str, arrival: Arrival, got: Got) -> None:
-        if arrival.abort_at is not None:
-            asyncio.get_running_loop().call_later(arrival.abort_at, lambda: asyncio.ensure_future(self.llm.abort(name)))
+        self._plan_abort(name, arrival)
         async for item in self.llm.generate(_prompt(arrival), arrival.params, name, **_service(arrival)):
             got.take(item)
             if arrival.pause:
                 await asyncio.sleep(arrival.pause)
+
+    def _plan_abort(self, name: str, arrival: Arrival) -> None:
+        if arrival.abort_at is not None:
+            asyncio.get_running_loop().call_later(arrival.abort_at, lambda: asyncio.ensure_future(self.llm.abort(name)))
+
+    async def _search(self, name: str, arrival: Arrival, got: Got) -> None:
+        self._plan_abort(name, arrival)
+        got.take(await self.llm.beam_search(_prompt(arrival), arrival.beams, name, **_service(arrival)))
 
     async def _deliver(self, name: str, arrival: Arrival, got: Got) -> None:
         items = 0
@@ -91,7 +112,7 @@ class Clients:
         gone = asyncio.Event()
         if arrival.leave_at is not None:
             asyncio.get_running_loop().call_later(arrival.leave_at, gone.set)
-        body = self._body(arrival)
+        body = body_of(arrival, self.contents.get(name, ""), self.max_model_len - len(self.prompts[name]))
         half = self.rng.randrange(len(body))
         parts = [(body[:half], True), (body[half:], False)]
         status, written = 0, b""
@@ -112,17 +133,17 @@ class Clients:
                 await asyncio.sleep(arrival.pause)
 
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        scope = {"type": "http", "method": "POST", "path": PATHS[arrival.route]}
+        scope |= {"query_string": b"", "headers": headers}
         await self.app(scope, receive, send)
         got.left = gone.is_set()
-        _read_answer(got, status, written, stream=arrival.via == "stream")
-
-    def _body(self, arrival: Arrival) -> bytes:
-        sampling = {key: value for key, value in arrival.sampling.items() if key not in ("compress", "logprobs")}
-        sampling["max_tokens"] = min(sampling["max_tokens"], self.max_model_len - len(arrival.prompt))
-        options = {"priority": arrival.priority, "stream": arrival.via == "stream", "return_token_ids": True}
-        salt = {"cache_salt": arrival.salt} if arrival.salt else {}
-        return json.dumps({"model": "model", "prompt": arrival.prompt, **sampling, **options, **salt}).encode()
+        if got.left and not (arrival.via == "stream" and status):
+            return
+        for piece in read_answer(arrival, status, written):
+            got.tokens[piece.index] += piece.tokens
+            got.text += piece.text
+            got.reasons[piece.index] = piece.reason or got.reasons[piece.index]
+            got.error = piece.error or got.error
 
 
 def _prompt(arrival: Arrival) -> Any:
@@ -137,24 +158,3 @@ def _service(arrival: Arrival) -> dict[str, Any]:
         "cache_salt": arrival.salt,
         "lora_request": adapter,
     }
-
-
-def _read_answer(got: Got, status: int, written: bytes, *, stream: bool) -> None:
-    """Take tokens, reasons and the error out of a server's answer."""
-    if got.left and not (stream and status):
-        return
-    if status != 200:
-        kind = EngineDeadError if status == 503 else RequestError
-        got.error = kind(f"{status}: {written.decode()}")
-        return
-    texts = [line[6:] for line in written.decode().split("\n\n") if line.startswith("data: ")]
-    for text in texts if stream else [written]:
-        if text == "[DONE]":
-            continue
-        answer = json.loads(text)
-        if "error" in answer:
-            kind = EngineDeadError if answer["error"]["code"] == 503 else RequestError
-            got.error = kind(answer["error"]["message"])
-        for choice in answer.get("choices", ()):
-            got.tokens[choice["index"]] += choice["token_ids"]
-            got.reasons[choice["index"]] = choice["finish_reason"]

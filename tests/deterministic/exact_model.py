@@ -75,6 +75,11 @@ def following(token: int) -> int:
     return (token * 5 + 3) % VOCAB
 
 
+def likeliest(token: int, count: int) -> list[tuple[int, float]]:
+    """The tokens that are said to be the likeliest, the sampled one first, and their log probabilities."""
+    return [((token + i) % VOCAB, -0.5 * i) for i in range(count)]
+
+
 class Text:
     """A text, and digests of its beginnings with the adapter. sums: of the digests before each position."""
 
@@ -396,7 +401,7 @@ class ExactModel(Executor):
         error, self.broken = self.broken, None
         if seq.sampling.logprobs is None:
             return SampledToken(token, error=error)
-        top = [(each % VOCAB, -0.5 * i) for i, each in enumerate(range(token, token + seq.sampling.logprobs))]
+        top = likeliest(token, seq.sampling.logprobs)
         return SampledToken(token, logprob=0.0, rank=1, top_logprobs=top, error=error)
 
     def _fork(self, seq: ModelSequence, fork: Fork, attended: int) -> SampledToken:

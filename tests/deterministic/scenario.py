@@ -10,10 +10,14 @@ from msgspec import Struct, field
 from kvllm import CompressionConfig, SamplingParams
 from kvllm.config import EngineConfig, SpeculativeConfig, TenantConfig
 from kvllm.kvcache.groups import UNIFORM, KVGroup
+from kvllm.sampling_params import BeamSearchParams
 from tests.deterministic.exact_model import VOCAB
 
 WINDOWS: list[list[int | None]] = [[None], [None], [None, 9], [None, 5, 16], [12]]
 """Of the KV groups of a model; None attends all tokens."""
+
+TEXT_ROUTES = ("messages", "responses")
+"""Of the server, whose answers have no token ids."""
 
 KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget", "engine")
 
@@ -21,8 +25,9 @@ KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget
 class Arrival(Struct, kw_only=True, omit_defaults=True):
     """A request and what its client does.
 
-    at: seconds after the start. via: how it comes: "generate" or "deliver" of AsyncLLM, "http" or "stream" of the
-        server. pause: seconds that the client takes for each item.
+    at: seconds after the start. via: how it comes: "generate", "deliver" or "beam" (a search for as many texts as `n`
+        says) of AsyncLLM, "http" or "stream" of the server, at `route`; the prompt of a chat is the text of a message.
+        pause: seconds that the client takes for each item.
     abort_at, leave_at: seconds after `at` at which it is aborted by its id, or its client goes away. raises_at: the
         number of the item that its client's callback fails at.
     """
@@ -31,6 +36,7 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
     prompt: list[int]
     sampling: dict[str, Any]
     via: str = "generate"
+    route: str = "completions"
     priority: int = 0
     tenant: str = ""
     salt: str | None = None
@@ -43,6 +49,11 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(**self.sampling)
+
+    @property
+    def beams(self) -> BeamSearchParams:
+        options = {key: self.sampling[key] for key in ("max_tokens", "ignore_eos")}
+        return BeamSearchParams(beam_width=self.sampling["n"], **options)
 
 
 class Fault(Struct, kw_only=True, omit_defaults=True):
@@ -105,7 +116,21 @@ def draw(seed: int) -> Scenario:
         loss=rng.choice([0.0, 0.0, 0.1, 0.5]),
     )
     scenario.faults += draw_faults_of_text(rng, text)
+    for arrival in scenario.arrivals:
+        if arrival.via in ("http", "stream"):
+            draw_route(rng, arrival)
+        elif "compression" not in options and rng.random() < 0.1:
+            kept = {key: arrival.sampling[key] for key in ("n", "ignore_eos")}
+            arrival.via, arrival.raises_at = "beam", None
+            arrival.sampling = {**kept, "max_tokens": rng.randint(1, 12)}
     return scenario
+
+
+def draw_route(rng: random.Random, arrival: Arrival) -> None:
+    """Let a request go to one of the server's routes. Those without token ids take fewer options."""
+    arrival.route = rng.choice(["completions", "chat", *TEXT_ROUTES])
+    if arrival.route in TEXT_ROUTES:
+        arrival.sampling = {"temperature": 0.0, "max_tokens": arrival.sampling["max_tokens"]}
 
 
 def draw_options(rng: random.Random) -> dict[str, Any]:

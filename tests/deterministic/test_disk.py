@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 from contextlib import closing, suppress
@@ -131,3 +132,12 @@ def test_a_torn_record_that_is_accepted_is_found(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "kvllm")
+
+
+def test_a_damaged_file_is_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An open connection would hold the file, and remove its log when it is collected."""
+    (tmp_path / disk.FILE).write_bytes(b"no database" * 1000)
+    with caplog.at_level("WARNING", "kvllm"):
+        store = DiskStore(tmp_path, 1)
+    opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert len(caplog.records) == 1 and str(store.path.resolve()) not in opened

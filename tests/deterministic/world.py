@@ -27,9 +27,9 @@ from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.oracle import alone, ending
+from tests.deterministic.oracle import alone, beams_alone, ending
 from tests.deterministic.replicas import SimulatedReplicas
-from tests.deterministic.scenario import Arrival, Scenario, make_config
+from tests.deterministic.scenario import TEXT_ROUTES, Arrival, Scenario, make_config
 from tests.helpers.tokenizers import byte_level
 
 MOST_STEPS = 20_000
@@ -62,6 +62,11 @@ class World:
         self.died = False
         self.broken_rows = 0
         self.drains = False
+        self.vocab_size = len(byte_level("chat").hf) if scenario.has_text else VOCAB
+        self.prompts: dict[str, list[int]] = {}
+        self.contents: dict[str, str] = {}
+        for i, arrival in enumerate(scenario.arrivals):
+            self._read_prompt(str(i), arrival)
         self._calls = self._unread = 0
         self._unreadable = {fault.step for fault in scenario.faults if fault.kind == "text"}
         self.trace = hashlib.blake2b(digest_size=8)
@@ -94,11 +99,22 @@ class World:
         model = ExactModel(self.config, self.rng, loss=self.scenario.loss, before_result=self._before_result)
         self.models.append(model)
         tokenizer = self._make_tokenizer()
-        return LLMEngine(self.config, model, vocab_size=VOCAB, eos_token_ids=(END,), tokenizer=tokenizer)
+        return LLMEngine(self.config, model, vocab_size=self.vocab_size, eos_token_ids=(END,), tokenizer=tokenizer)
 
     def _make_tokenizer(self) -> Tokenizer | None:
         """One that has decoded nothing yet: how often it does is part of a scenario."""
         return Tokenizer(byte_level("chat").hf) if self.scenario.has_text else None
+
+    def _read_prompt(self, name: str, arrival: Arrival) -> None:
+        """The prompt that the model sees of a request. That of a chat is around the text of its tokens."""
+        self.prompts[name] = arrival.prompt
+        if arrival.route == "completions":
+            return
+        tokenizer = byte_level("chat").hf
+        self.contents[name] = tokenizer.decode(arrival.prompt[: self.config.max_model_len // 3])
+        message = {"role": "user", "content": self.contents[name]}
+        found = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        self.prompts[name] = cast("list[int]", found)
 
     def _make_llm(self) -> AsyncLLM:
         if self.scenario.replicas == 1:
@@ -109,9 +125,9 @@ class World:
             )
             tokenizer = self._make_tokenizer()
             replicas = cast("Any", self.replicas)
-            options = {"vocab_size": VOCAB, "eos_token_ids": (END,), "tokenizer": tokenizer}
+            options = {"vocab_size": self.vocab_size, "eos_token_ids": (END,), "tokenizer": tokenizer}
             self.engine = DataParallelEngine(self.config, replicas, **options)
-        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=VOCAB, dtype="float32")))
+        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
 
     async def _main(self) -> None:
         self.llm = self._make_llm()
@@ -123,13 +139,13 @@ class World:
         for fault in self.scenario.faults:
             if fault.kind in ("clock", "replica", "forget", "drain"):
                 asyncio.get_running_loop().call_later(fault.at, self._strike, fault.kind)
-        clients = Clients(self.llm, app, self.config.max_model_len, self.rng)
+        clients = Clients(self.llm, app, self.prompts, self.contents, self.config.max_model_len, self.rng)
         asked = [clients.ask(str(i), arrival) for i, arrival in enumerate(self.scenario.arrivals)]
         got = await asyncio.gather(*asked)
         while not (self.llm._loop.is_idle or self.died):
             await asyncio.sleep(0.1)
         for i, (arrival, each) in enumerate(zip(self.scenario.arrivals, got, strict=True)):
-            self._judge(f"request {i}", arrival, each)
+            self._judge(str(i), arrival, each)
         self._check_end()
 
     def _step_seconds(self) -> float:
@@ -206,18 +222,47 @@ class World:
         """Each request gave what it gives alone, or has ended for a reason that its history explains."""
         self.trace.update(repr((name, got.tokens, got.reasons)).encode())
         if got.error is not None and not self._is_explained(arrival, got.error):
-            self.failures.append(f"{name}: {type(got.error).__name__}: {got.error}")
+            self.failures.append(f"request {name}: {type(got.error).__name__}: {got.error}")
+        if arrival.via == "beam":
+            self._judge_search(name, arrival, got)
+            return
         compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
-        judge = self._judge_compressed if compressed else self._judge_full
         for index, tokens in enumerate(got.tokens):
             aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
             cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
-            judge(f"{name}, completion {index}", arrival, index, tokens, None if cut else str(got.reasons[index]))
+            reason = None if cut else str(got.reasons[index])
+            if arrival.route in TEXT_ROUTES:
+                if not compressed:
+                    self._judge_text(name, arrival, got.text, reason)
+                continue
+            judge = self._judge_compressed if compressed else self._judge_full
+            judge(name, arrival, index, tokens, reason)
+
+    def _judge_search(self, name: str, arrival: Arrival, got: Got) -> None:
+        if got.error is None and not got.left and "abort" not in got.reasons:
+            windows = [group.window for group in self.config.kv_groups for _ in group.parts]
+            expected = beams_alone(arrival.prompt, arrival.beams, windows, self.config.max_model_len, arrival.adapter)
+            if got.tokens != expected:
+                self.failures.append(f"request {name}: {got.tokens} and not {expected} as alone")
+
+    def _alone(self, name: str, arrival: Arrival, index: int) -> tuple[list[int], str]:
+        windows = [group.window for group in self.config.kv_groups for _ in group.parts]
+        most = self.config.max_model_len
+        return alone(self.prompts[name], arrival.params, index, windows, most, arrival.adapter)
+
+    def _judge_text(self, name: str, arrival: Arrival, text: str, reason: str | None) -> None:
+        """reason: why it ended; None if it may have ended early."""
+        tokens, why = self._alone(name, arrival, 0)
+        expected = byte_level("chat").hf.decode(tokens, skip_special_tokens=True)
+        if not expected.startswith(text):
+            self.failures.append(f"request {name}: {text!r} and not {expected!r} as alone")
+        elif reason and (text, reason) != (expected, why):
+            self.failures.append(f"request {name} ends with {text!r} by {reason}, alone with {expected!r} by {why}")
 
     def _judge_full(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
-        """reason: why it ended; None if it may have ended early."""
-        windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-        expected = alone(arrival.prompt, arrival.params, index, windows, self.config.max_model_len, arrival.adapter)
+        """reason: as there."""
+        expected = self._alone(name, arrival, index)
+        name = f"request {name}, completion {index}"
         if tokens != expected[0][: len(tokens)]:
             self.failures.append(f"{name}: {tokens} and not {expected[0]} as alone")
         elif reason and (tokens, reason) != expected:
@@ -226,7 +271,8 @@ class World:
     def _judge_compressed(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
         """Its tokens were checked where they were made; here, where it ends."""
         params = arrival.params
-        most = min(params.max_tokens or 10**9, self.config.max_model_len - len(arrival.prompt))
+        most = min(params.max_tokens or 10**9, self.config.max_model_len - len(self.prompts[name]))
+        name = f"request {name}, completion {index}"
         ends = [ending(tokens[:count], params, most) for count in range(1, len(tokens) + 1)]
         if any(ends[:-1]):
             self.failures.append(f"{name} goes on after its end: {tokens}")

@@ -88,7 +88,7 @@ def test_the_choice_of_ranks_is_logged_where_the_engine_is(
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **heads)
     with caplog.at_level(logging.INFO, "kvllm"):
         ray_llm(tmp_path, attention_backend="auto")
-    started, *warnings = [each.getMessage() for each in caplog.records if each.name == "kvllm.engine_builder"]
+    started, *warnings = [each.getMessage() for each in caplog.records if each.name == "kvllm.start_report"]
     reason = "reference (cpu shares a KV head among at most 64 query heads, the model has 65"
     assert f"attention backend {reason}" in started
     assert any(f"leaves {reason}" in warning for warning in warnings)

@@ -19,7 +19,7 @@ from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.families import FAMILIES
 
@@ -288,3 +288,28 @@ def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
     assert found["sequences_at_once"] == {"nothing released": at_once}
     cli.main(["plan", "--model", str(tmp_path), *options])
     assert "2 other layers hold no KV pairs: they have a state of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+def test_what_drafts_takes_what_the_engine_says(method, tmp_path, capsys):
+    make_checkpoint(tmp_path, **FAMILIES["glm4-moe"])
+    make_checkpoint(tmp_path / "draft", "qwen3", head_dim=16)
+    edit(tmp_path, num_hidden_layers=2, num_nextn_predict_layers=1)  # the third predicts
+    options = {"method": method, "model": str(tmp_path / "draft")} if method == "draft_model" else {"method": method}
+    args = EngineArgs(tmp_path, block_size=4, load_format="dummy", speculative_config=options, max_model_len=100)
+    stats = LLM(**vars(args)).stats()
+    with safe_open(tmp_path / ("draft" if method == "draft_model" else "") / "model.safetensors", "np") as file:
+        names = [name for name in list(file.keys()) if method == "draft_model" or name.startswith("model.layers.2.")]
+        numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    glue = (3 * 64 + 2 * 64 * 64) * (method == "mtp")  # norms and a projection, which transformers does not write
+    arguments = ("--gpu-memory", "1GB", "--block-size", "4", "--max-model-len", "100", "--dtype", "float32")
+    without, found = (
+        figures(capsys, tmp_path, *arguments, *more) for more in ((), ("--speculative-config", json.dumps(options)))
+    )
+    assert found["draft_weights_bytes"] == 4 * (numbers + glue)
+    assert found["draft_bytes_per_token"] * 4 * stats.num_blocks == stats.draft_pool_bytes
+    assert found["pool_bytes_per_rank"] == without["pool_bytes_per_rank"] - found["draft_weights_bytes"]
+    block_bytes = stats.block_bytes + stats.draft_pool_bytes // stats.num_blocks
+    assert found["sequences_at_once"]["nothing released"] == found["pool_bytes_per_rank"] // block_bytes // 25
+    cli.main(["plan", str(tmp_path), "--speculative-config", json.dumps(options)])
+    assert "what drafts: " in capsys.readouterr().out

@@ -61,11 +61,14 @@ class LiteralSequence:
         self.state = hash((self.state, self.tokens[self.logical]))
         self.logical += 1
 
-    def check_state(self) -> None:
+    def state_of_text(self) -> int:
         digest = 0
         for token in self.tokens[: self.logical]:
             digest = hash((digest, token))
-        assert self.state == digest, "the recurrent state is that of another text"
+        return digest
+
+    def check_state(self) -> None:
+        assert self.state == self.state_of_text(), "the recurrent state is that of another text"
 
     @property
     def cached(self) -> int:
@@ -253,7 +256,8 @@ class LiteralWorker(BlockingExecutor):
                 assert told[seq_id] == right
                 seq = self.sequences[seq_id]
                 seq.tokens += right
-                seq.logical += len(right)
+                for _ in right:
+                    seq.compute()
                 self._slide(seq)
             else:
                 assert plan.reset or seq_id in plan.dropped_seq_ids
@@ -413,6 +417,7 @@ class LiteralWorker(BlockingExecutor):
         before = len(seq.tokens) - len(draft)
         del seq.tokens[before:]
         seq.logical -= len(draft)
+        seq.state = seq.state_of_text()
         sampled = [self._sample(seq_id, seq)]
         while len(sampled) <= len(draft) and sampled[-1].token_id == draft[len(sampled) - 1]:
             seq.tokens.append(sampled[-1].token_id)

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.core.drafting.base import Draft
+from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
 
 @pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
@@ -78,6 +82,54 @@ def test_preempted_sequences_go_on(checkpoint: Path, options: dict[str, Any]) ->
     assert stats.swapped_in > 0 if "swap" in options else stats.tokens_recomputed > 0
 
 
+def drafting(path: Path, **options: Any) -> LLM:
+    """An engine that tries all drafts."""
+    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm = make_llm(path, speculative_config=config, **options)
+    assert isinstance(llm.llm_engine, LLMEngine) and llm.llm_engine.scheduler.speculation
+    llm.llm_engine.scheduler.speculation.cost = None
+    return llm
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 5},
+        {"num_gpu_blocks_override": 18, "max_num_seqs": 5, "swap": "always", "kv_offloading_size": 0.01},
+        {"async_scheduling": True, "enable_prefix_caching": False},
+    ],
+    ids=["as-it-is", "chunks", "swap", "ahead"],
+)
+def test_wrong_drafts_are_taken_back(checkpoint: Path, options: dict[str, Any]) -> None:
+    prompts = [
+        {"prompt_token_ids": [3 + token % 5 for token in prompt]} for prompt in random_token_ids(60, 40, 30, 7, 33)
+    ]
+    expected = tokens(make_llm(checkpoint), prompts, greedy(100))
+    llm = drafting(checkpoint, **options)
+    for _ in range(2):  # the second time with cached prefixes
+        assert tokens(llm, prompts, greedy(100)) == expected
+    stats = llm.stats()
+    assert 0 < sum(stats.drafts.right) < stats.drafts.tokens
+    assert bool(stats.swapped_in) == ("swap" in options)
+
+
+def test_a_conversation_goes_on_from_states_after_right_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts end where a state is copied."""
+    llm, (first, second) = drafting(checkpoint), random_token_ids(200, 30)
+    text = first + cached(make_llm(checkpoint), first, greedy(90))[1]
+    monkeypatch.setattr(NgramDrafter, "propose", lambda _, seq, most: Draft(text[seq.num_tokens :][:most], 1))
+    _, answer = cached(llm, first, greedy(90))
+    assert answer == text[200:] and sum(llm.stats().drafts.right) > 60
+    monkeypatch.undo()
+    turn = text + second
+    found, again = cached(llm, turn, greedy(20))
+    assert found == 256
+    assert_greedy(checkpoint, [{"prompt_token_ids": turn}], [again])
+
+
 def test_several_completions_branch_off(checkpoint: Path) -> None:
     params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
     [prompt] = random_token_ids(40)
@@ -103,11 +155,18 @@ def test_room_for_states(checkpoint: Path) -> None:
 
 
 def test_what_states_cannot_do_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_config.*recurrent layers, whose states take back no token"):
-        make_llm(checkpoint, speculative_config={"method": "ngram"})
     with pytest.raises(ConfigError, match="layers with a recurrent state, .* so no query can be computed again"):
         make_llm(checkpoint, compression=CompressionConfig(method="kara"))
     with pytest.raises(ConfigError, match="recurrent layers, which are computed for text alone"):
         LLM(checkpoint, runner="pooling", convert="embed")
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         make_llm(checkpoint, tensor_parallel_size=4 if "qwen" in checkpoint.name else 3)
+
+
+def test_all_ranks_take_back_the_same_tokens(checkpoint: Path) -> None:
+    prompts = [{"prompt_token_ids": [3 + token % 5 for token in prompt]} for prompt in random_token_ids(40, 7)]
+    expected, llm = tokens(make_llm(checkpoint), prompts, greedy(60)), drafting(checkpoint)
+    with shared_memory_shards(2) as shards:
+        llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
+        assert tokens(llm, prompts, greedy(60)) == expected
+    assert llm.stats().drafts.tokens > sum(llm.stats().drafts.right)

@@ -570,7 +570,7 @@ def test_long_answers_take_few_elements(page: Page) -> None:
 
     Traced while one came at 200 tokens/s, in Chromium 156 on two cores with other work (2,392 frames): CPU time of the
     page's thread a frame 2.4 ms in the median, 10.6 ms at the 99th percentile, 15.5 ms at most but for the first one,
-    32 ms, which compiles the scripts.
+    32 ms.
     """
     paragraph = "Some **words** with `code`, and maths: $x^2$. " * 12 + "\n\n- a\n- b\n\n```python\nx = 1\n```\n\n"
     text = paragraph * 60

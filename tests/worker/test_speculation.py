@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from kvllm.core.drafting.base import Draft
+from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.observed_scores import ObservedScores
@@ -109,6 +112,34 @@ def test_greedy_tokens_are_those_without(checkpoint: Path, method: dict[str, Any
     llm = assert_same(checkpoint, greedy(100), method, **options)
     if options.get("num_gpu_blocks_override") == 14:
         assert llm.stats().preemptions
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"policy": "standalone", "window_blocks": 24, "retain_blocks": 8},
+        {"policy": "threshold", "threshold_tokens": 96, "budget_tokens": 64},
+    ],
+    ids=["standalone", "threshold"],
+)
+def test_drafts_end_where_a_compression_is_due(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any]
+) -> None:
+    """So right tokens after it attend to what is left, as without drafts."""
+    options = {"block_size": 1, "compression": CompressionConfig(method="keydiff", buffer=4, **policy)}
+    outputs = run(make_llm(checkpoint, **options), greedy(100))[0]
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+    def propose(_: NgramDrafter, seq: Sequence, most: int) -> Draft:
+        [text] = [each for each in texts if each[: seq.prompt_length] == seq.token_ids[: seq.prompt_length]]
+        return Draft(text[seq.num_tokens :][:most], 1)
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose)
+    llm = drafting(checkpoint, **options)
+    assert completions(run(llm, greedy(100))) == completions([outputs])
+    counts = llm.stats().drafts
+    assert sum(counts.right) == counts.tokens > 200
+    assert llm.stats().entries_evicted
 
 
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,6 @@ from kvllm.core.drafting.suffix import SuffixDrafter
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
-    if config.method == "draft_model":
+    if config.by_model:
         return ModelDrafter()
     return NgramDrafter(*config.lookup) if config.method == "ngram" else SuffixDrafter()

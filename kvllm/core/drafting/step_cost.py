@@ -64,18 +64,18 @@ class StepCost(Struct, frozen=True):
         return at
 
 
-def measure_steps(executor: Executor, config: EngineConfig) -> StepCost | None:
+def measure_steps(executor: Executor, config: EngineConfig, vocab_size: int) -> StepCost | None:
     """Run steps of one sequence with 1, 2, 4, ... query tokens on idle workers, after little and after much. None if
-    there is no room for two tokens."""
+    there is no room for two tokens. The tokens differ, because equal ones have the same experts."""
     room = config.num_blocks // sum(len(group.parts) for group in config.kv_groups) * config.block_size
     room = min(room, config.max_model_len - 1)
-    most = min(MOST_TOKENS, room, config.max_num_batched_tokens)
+    most = min(MOST_TOKENS, room, config.max_num_batched_tokens, vocab_size)
     if most < 2:
         return None
     counts, cached = [1 << i for i in range(most.bit_length())], min(LONG, room - most)
     short, long = (_measure(executor, config, counts, length) for length in (0, cached))
     attention = [max(0.0, late - early) / max(1, cached) for early, late in zip(short, long, strict=True)]
-    drafts = config.speculation is not None and config.speculation.model is not None
+    drafts = config.speculation is not None and config.speculation.by_model
     drafting = _measure_drafts(executor, config, counts) if drafts else []
     return StepCost(counts, short, list(accumulate(attention, max)), drafting)
 
@@ -117,7 +117,9 @@ SEQ_ID = 0
 def _step(config: EngineConfig, count: int, cached: int) -> StepPlan:
     """A new sequence, of which so much is cached, computes `count` tokens."""
     start = _start(config, iter(range(config.num_blocks)), SEQ_ID, count, cached)
-    return StepPlan(new_seqs=[start], verifications=[Verification(SEQ_ID, [0] * count, [])], reset=True)
+    if count == 1:  # no draft: a graph may hold this, and no state is kept to go back to
+        return StepPlan(new_seqs=[start], decodes=Decodes([SEQ_ID], [0]), reset=True)
+    return StepPlan(new_seqs=[start], verifications=[Verification(SEQ_ID, list(range(count)), [])], reset=True)
 
 
 def _drafting(config: EngineConfig, count: int, num_tokens: int) -> StepPlan:
@@ -125,7 +127,7 @@ def _drafting(config: EngineConfig, count: int, num_tokens: int) -> StepPlan:
     blocks, seq_ids = iter(range(config.num_blocks)), list(range(count))
     starts = [_start(config, blocks, seq_id, 1, 1) for seq_id in seq_ids]
     orders = [DraftOrder(seq_id, num_tokens) for seq_id in seq_ids]
-    return StepPlan(new_seqs=starts, decodes=Decodes(seq_ids, [0] * count), drafts=orders, reset=True)
+    return StepPlan(new_seqs=starts, decodes=Decodes(seq_ids, seq_ids), drafts=orders, reset=True)
 
 
 def _start(config: EngineConfig, blocks: Iterator[int], seq_id: int, count: int, cached: int) -> SequenceStart:
@@ -135,4 +137,4 @@ def _start(config: EngineConfig, blocks: Iterator[int], seq_id: int, count: int,
         first = group.first_block(cached, size)
         needed = -(-(cached + count) // size) - first
         tables += [TableStart(first * size, list(islice(blocks, needed))) for _ in group.parts]
-    return SequenceStart(seq_id, [0] * (cached + 1), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)
+    return SequenceStart(seq_id, [0] * max(1, cached), 1, cached, SamplingParams(temperature=0.0), 0, tables=tables)

@@ -213,7 +213,7 @@ class Replica:
             assert runner.grammars is not None
             runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=loaded.num_blocks), settings.model
-        step_cost = measure_steps(executor, config) if config.speculation else None
+        step_cost = measure_steps(executor, config, model.vocab_size) if config.speculation else None
         options = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "step_cost": step_cost}
         engine = LLMEngine(config, executor, **options)
         self._reporter = Reporter(engine, Path(settings.tokenizer_path or settings.path))

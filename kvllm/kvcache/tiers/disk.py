@@ -34,7 +34,7 @@ class DiskStore:
         self._connection: sqlite3.Connection | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._connection = self._open()
+            self._open()
         except (OSError, sqlite3.Error) as error:
             self._give_up(error)
 
@@ -90,16 +90,16 @@ class DiskStore:
             self._connection.close()
             self._connection = None
 
-    def _open(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=SECONDS_TO_WAIT, check_same_thread=False)
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last blocks, and damages nothing
-        with connection:
-            connection.execute(
+    def _open(self) -> None:
+        self._connection = sqlite3.connect(self.path, timeout=SECONDS_TO_WAIT, check_same_thread=False)
+        self._connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        # A power cut may lose the last blocks, and damages nothing.
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        with self._connection:
+            self._connection.execute(
                 "CREATE TABLE IF NOT EXISTS blocks (id INTEGER PRIMARY KEY, digest BLOB UNIQUE, content BLOB)"
             )
-        return connection
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(

@@ -78,11 +78,13 @@ class StepFeature(ABC):
     here. A method that a feature has no use for does nothing. Sequences are known by their table slots.
 
     tensors: that it has among the inputs of every step.
+    reads_hidden: whether `computed` is called.
     captures: whether a graph may hold the passes that `before_pass` says nothing about.
     overlaps: whether a plan may be prepared, while the pass of the one before it runs.
     """
 
     tensors: tuple[StepTensor, ...] = ()
+    reads_hidden: bool = False
     captures: bool = True
     overlaps: bool = True
 
@@ -150,6 +152,9 @@ class StepFeature(ABC):
 
     def attend(self, attention: PassAttention) -> None:
         """Change the attention of every pass, also of those that graphs record."""
+
+    def computed(self, batch: StepBatch, positions: np.ndarray, hidden: torch.Tensor) -> None:
+        """A pass has computed the hidden states `[T, hidden_size]` of its query tokens, at positions `[T]`."""
 
     def fork(self, parent: int, child: int) -> None:
         """A sequence branches after a pass, before it was ever compressed."""

@@ -1,4 +1,4 @@
-"""Drafts of a draft model, after the passes of the plans that order them."""
+"""Drafts of a model, after the passes of the plans that order them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.hidden_states import HiddenStates
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -21,6 +25,8 @@ class Text:
     """A sequence, `count` tokens of which are to be drafted after its `token_ids` and `new` ones.
 
     row: what its request asks for, with the output of all these; its output grows with the draft.
+    hidden: what the model has made of the tokens, if the one that drafts reads that: the token after each, and not the
+        first one of the text, is then what it reads at a position.
     """
 
     seq_id: int
@@ -28,21 +34,29 @@ class Text:
     new: list[int]
     row: SampleRow
     count: int
+    hidden: HiddenStates | None = None
     draft: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.token_ids) + len(self.new)
+        return len(self.token_ids) + len(self.new) - (self.hidden is not None)
 
-    def after(self, begin: int) -> list[int]:
-        """The tokens from index `begin` on."""
+    def after(self, position: int) -> list[int]:
+        """The tokens that are read from a position on."""
+        begin = position + (self.hidden is not None)
         return self.token_ids[begin:] + self.new[max(0, begin - len(self.token_ids)) :]
 
 
 class Drafts(StepFeature):
-    """Asks the draft model. Plans that order drafts are never overlapped by the next one."""
+    """Asks the model that drafts. Plans that order drafts are never overlapped by the next one.
+
+    A model that reads hidden states gets those that nobody has asked for yet, too: as many of all sequences together
+    as its pool has tokens, then they are forgotten.
+    """
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
+        self.reads_hidden, self.captures = model.reads_hidden, not model.reads_hidden
+        self._hidden: dict[int, HiddenStates] = {}
         self._states: Mapping[int, SequenceState] = {}
         self._batch: StepBatch | None = None
 
@@ -52,13 +66,30 @@ class Drafts(StepFeature):
 
     def reset(self) -> None:
         self.model.reset()
+        self._hidden.clear()
 
     def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
         self.model.drop(plan.dropped_seq_ids)
+        for seq_id in plan.dropped_seq_ids:
+            self._hidden.pop(states[seq_id].table_slot, None)
         self._states = states
 
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> None:
         self._batch = batch
+
+    def computed(self, batch: StepBatch, positions: np.ndarray, hidden: torch.Tensor) -> None:
+        cache, held = self.model.cache, sum(each.num_tokens for each in self._hidden.values())
+        if held > cache.num_blocks * cache.shape.block_size:
+            self._hidden.clear()
+        begin = 0
+        for state, rows in zip(batch.states, hidden.split(batch.num_tokens), strict=True):
+            position = int(positions[begin])
+            self._hidden.setdefault(state.table_slot, HiddenStates(position)).put(position, rows.clone())
+            begin += len(rows)
+
+    def fork(self, parent: int, child: int) -> None:
+        if self.reads_hidden:
+            self._hidden[child] = self._hidden[parent].fork()
 
     def reports(self, plan: StepPlan) -> bool:
         return bool(plan.drafts)
@@ -70,7 +101,8 @@ class Drafts(StepFeature):
         for order in plan.drafts:
             state, token_ids = self._states[order.seq_id], new[order.seq_id]
             row = state.sample_row.branch(token_ids)
-            texts.append(Text(order.seq_id, state.token_ids, token_ids, row, order.num_tokens))
+            hidden = self._hidden.get(state.table_slot)
+            texts.append(Text(order.seq_id, state.token_ids, token_ids, row, order.num_tokens, hidden))
         self.model.draft(texts)
         result.drafts = [text.draft for text in texts]
 

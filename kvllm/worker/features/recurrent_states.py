@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -11,20 +12,31 @@ import torch
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
-from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateShape
-from kvllm.worker.features.base import PassAttention, StepFeature, WorkerParts
+from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateChanges, StateShape
+from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
+from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
 
 SLOTS = "state_slots"
 """Among the inputs of a step: the row of each sequence."""
 
 
+class _Drafted(NamedTuple):
+    """Sequences with drafts in a pass: their table slots and query tokens, their states before it, and what it did."""
+
+    table_slots: list[int]
+    counts: list[int]
+    before: list[tuple[torch.Tensor, torch.Tensor]]
+    changes: StateChanges
+
+
 class RecurrentFeature(StepFeature):
     """Keeps the states of a model's recurrent layers, and hands a pass those of its sequences.
 
     A pass reads and writes them in place, so a sequence whose tokens are computed again starts again. The rows of table
-    slots come first, then those of copies, then one for what fills up a recorded pass.
+    slots come first, then those of copies, then one for what fills up a recorded pass. Where a draft was wrong, the
+    state from before the pass is changed by the right tokens, before the next plan.
     """
 
     def __init__(self, shape: StateShape, config: EngineConfig, device: torch.device) -> None:
@@ -32,6 +44,7 @@ class RecurrentFeature(StepFeature):
         self.states = RecurrentStates(shape, rows, device)
         self.first_copy = config.max_num_seqs
         self.tensors = (StepTensor(SLOTS, padding=rows - 1),)
+        self.reset()
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
@@ -43,9 +56,49 @@ class RecurrentFeature(StepFeature):
         size = shape.recurrent.bytes_per_sequence if shape.recurrent else 0
         return {"recurrent_state_bytes": _num_rows(config) * size}
 
+    def reset(self) -> None:
+        self._drafted: _Drafted | None = None
+        self._right: dict[int, int] = {}
+
+    def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        self._right = {state.table_slot: count for state, count in zip(states, counts, strict=True)}
+
     def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
+        if self._drafted:
+            self._take_back(self._drafted)
+            self.reset()
         for copy in plan.state_copies:
             self.states.copy(states[copy.seq_id].table_slot, self.first_copy + copy.row)
+
+    def _take_back(self, drafted: _Drafted) -> None:
+        """Let states be those after the right tokens."""
+        rows, slots, ends, begin = list[int](), list[int](), [0], 0
+        for table_slot, count, before in zip(drafted.table_slots, drafted.counts, drafted.before, strict=True):
+            known = 1 + self._right.get(table_slot, 0)
+            if known < count:
+                self.states.restore(table_slot, before)
+                slots.append(table_slot)
+                rows += range(begin, begin + known)
+                ends.append(len(rows))
+            begin += count
+        if slots:
+            device = self.states.states.device
+            of_slots, of_ends = (torch.tensor(each, dtype=torch.int32, device=device) for each in (slots, ends))
+            drafted.changes.repeat(RecurrentStep(self.states, of_slots, of_ends), torch.tensor(rows, device=device))
+
+    def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
+        if not batch.num_verified:
+            return None
+        first, last = batch.num_decodes, batch.num_decodes + batch.num_verified
+        counts, table_slots = batch.num_tokens[first:last], batch.table_slots[first:last].tolist()
+        changes = StateChanges(slice(first, first + sum(counts)))
+        self._drafted = _Drafted(table_slots, counts, [self.states.save(slot) for slot in table_slots], changes)
+
+        def note(attention: PassAttention) -> None:
+            assert attention.recurrent
+            attention.recurrent = replace(attention.recurrent, changes=changes)
+
+        return note
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         if start.state_row is None:
