@@ -45,6 +45,7 @@ class Sample(Struct, array_like=True, frozen=True):
     prompt ... without_compression: blocks, see `kvllm.core.snapshot.PoolUse`; `prompt` has those of sliding groups.
     running, waiting: sequences.
     steps ... evicted: counters, see `kvllm.stats.EngineStats`.
+    drafts, drafted, drafts_right: counters of drafts, of the tokens in them, and of those that were right.
     model_seconds ... compact_seconds: counters of a step's phases.
     first_p50 ... gap_p99: seconds to the first token, and between tokens; None if there were none of late.
     """
@@ -64,6 +65,9 @@ class Sample(Struct, array_like=True, frozen=True):
     tokens_recomputed: int
     windows: int
     evicted: int
+    drafts: int
+    drafted: int
+    drafts_right: int
     model_seconds: float
     recompute_seconds: float
     score_seconds: float
@@ -218,6 +222,9 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
         stats.tokens_recomputed,
         stats.windows_compressed,
         stats.entries_evicted,
+        stats.drafts.drafts,
+        stats.drafts.tokens,
+        sum(stats.drafts.right),
         round(stats.prefill_seconds + stats.decode_seconds, 4),
         round(stats.recompute_seconds, 4),
         round(stats.score_seconds, 4),

@@ -68,3 +68,11 @@ def test_tokens_that_came_together_count_one_by_one() -> None:
     latencies.add(1.0)
     latencies.add(0.25, 3)
     assert latencies.end_period()[0] == 0.25
+
+
+def test_a_sample_counts_drafts() -> None:
+    stats = EngineStats(100)
+    stats.drafts.add(4, 3)
+    stats.drafts.add(2, 0)
+    sample = make_sample(0.0, EngineSnapshot(PoolUse(100), stats, 0, 0, "", {}, []), (None, None), (None, None))
+    assert (sample.drafts, sample.drafted, sample.drafts_right) == (2, 6, 3)
