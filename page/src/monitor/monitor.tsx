@@ -91,7 +91,7 @@ function Figures() {
     ["Preemptions", whole(now.preemptions), `${count(now.windows, "window")} compressed`],
   ];
   if (now.drafts) {
-    const note = `${(1 + now.drafts_right / now.drafts).toFixed(1)} tokens a step with a draft`;
+    const note = `${(1 + now.drafts_right / now.drafts).toFixed(1)} tokens a drafted step`;
     figures.push(["Drafts right", percent(now.drafts_right / now.drafted), note]);
   }
   return <dl id="figures" class="figures">{figures.map(([name, value, note]) => <div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>)}</dl>;
