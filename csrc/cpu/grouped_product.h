@@ -14,15 +14,20 @@ namespace {
 constexpr int kGroupedTiles = kLanes == 16 ? 2 : 1;
 constexpr int kGroupedRows = kLanes == 16 ? 8 : kLanes == 8 || kRegisters == 32 ? 4 : 2;
 
-// Channels that all rows pass before the next ones: their weights stay in the first cache.
-constexpr int64_t kGroupedChannels = 512;
+// Channels that all rows pass before the next ones, at most: their weights stay in the first cache.
+constexpr int64_t kGroupedChannels = 640;
 
 // Four bytes, in every word.
 inline Words broadcast_word(const void* p) { return broadcast_pair(static_cast<const int16_t*>(p)); }
 
-// Bytes of eight channels of a tile.
+// Bytes of sixteen channels of a tile, and of the first bits of eight.
 template <GroupedForm kForm>
-constexpr int64_t kEightBytes = (kForm == GroupedForm::kNibbles ? 4 : 8) * kTileColumns;
+constexpr int64_t kSixteenBytes = (kForm == GroupedForm::kNibbles   ? 8
+                                   : kForm == GroupedForm::kSixBits ? 12
+                                                                    : 16) *
+                                  kTileColumns;
+template <GroupedForm kForm>
+constexpr int64_t kEightBytes = (kForm == GroupedForm::kWide ? 8 : 4) * kTileColumns;
 
 // Rows, and the groups of tiles that multiply them.
 struct GroupedBlock {
@@ -42,37 +47,40 @@ struct GroupedBlock {
   }
 };
 
-// The operands of eight channels of a vector of columns, four in each word.
-template <GroupedForm kForm>
+// The operands of a half of sixteen channels of a vector of columns, four in each word.
+template <GroupedForm kForm, int kHalf>
 inline __attribute__((always_inline)) void load_eight(const char* from, Words& first, Words& second) {
-  if constexpr (kForm == GroupedForm::kNibbles) {
-    const Words both = load_words(from);
-    first = low_nibbles(both);
-    second = high_nibbles(both);
-  } else {
-    first = load_words(from);
-    second = load_words(from + kEightBytes<kForm> / 2);
-    if constexpr (kForm == GroupedForm::kWide) {
-      first = wide_operands(first);
-      second = wide_operands(second);
-    }
+  const char* eight = from + kHalf * kEightBytes<kForm>;
+  if constexpr (kForm == GroupedForm::kWide) {
+    first = wide_operands(load_words(eight));
+    second = wide_operands(load_words(eight + kEightBytes<kForm> / 2));
+    return;
+  }
+  const Words both = load_words(eight);
+  first = low_nibbles(both);
+  second = high_nibbles(both);
+  if constexpr (kForm == GroupedForm::kSixBits) {
+    const Words high = load_words(from + 2 * kEightBytes<kForm>);
+    first = with_high_bits<2 * kHalf>(first, high);
+    second = with_high_bits<2 * kHalf + 1>(second, high);
   }
 }
 
-// Adds the products of eight channels to sums. Those of kNibbles may be narrow: a group of 32 does not pass 16 bits.
-template <GroupedForm kForm, int kRows, int kVectors>
+// Adds the products of a half of sixteen channels to sums. Those of kNibbles may be narrow: a group of 32 does not pass
+// 16 bits.
+template <GroupedForm kForm, int kHalf, int kRows, int kVectors>
 inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRows>& x, const char* weight,
                                                           int64_t tile_bytes, Words (&sums)[kRows][kVectors]) {
   Words first[kVectors], second[kVectors];
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const char* tile = weight + v / kTileVectors * tile_bytes;
-    if (v % kTileVectors == 0) {
-      for (int64_t byte = 0; byte < kEightBytes<kForm>; byte += kCacheLine) {
+    if (kHalf == 0 && v % kTileVectors == 0) {
+      for (int64_t byte = 0; byte < kSixteenBytes<kForm>; byte += kCacheLine) {
         __builtin_prefetch(tile + kPrefetchDistance + byte, 0, 2);
       }
     }
-    load_eight<kForm>(tile + v % kTileVectors * kLanes * 4, first[v], second[v]);
+    load_eight<kForm, kHalf>(tile + v % kTileVectors * kLanes * 4, first[v], second[v]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -82,7 +90,7 @@ inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRo
       if constexpr (kForm == GroupedForm::kWide) {
         add_wide_products(sums[r][v], first[v], x_first);
         add_wide_products(sums[r][v], second[v], x_second);
-      } else if constexpr (kForm == GroupedForm::kBytes) {
+      } else if constexpr (kForm == GroupedForm::kSixBits) {
         add_eight_products(sums[r][v], first[v], x_first, second[v], x_second);
       } else {
         add_byte_products(sums[r][v], first[v], x_first);
@@ -126,8 +134,10 @@ void multiply_groups(GroupedBlock block, float* totals) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sums[r][v] = initial;
     }
-    for (int64_t channel = 0; channel < block.group; channel += 8, block.weight += kEightBytes<kForm>) {
-      multiply_eight<kForm>(x, block.weight, block.tile_bytes, sums);
+    for (int64_t channel = 0; channel < block.group; channel += 16, block.weight += kSixteenBytes<kForm>) {
+      multiply_eight<kForm, 0>(x, block.weight, block.tile_bytes, sums);
+      x.advance(8);
+      multiply_eight<kForm, 1>(x, block.weight, block.tile_bytes, sums);
       x.advance(8);
     }
     if constexpr (kNarrow) {
@@ -158,28 +168,28 @@ GroupsProduct groups_product(int64_t rows) {
 template <GroupedForm kForm, int kTiles>
 void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, float* totals) {
   const int64_t rows = part.end_row - part.begin_row, passes = (rows + kGroupedRows - 1) / kGroupedRows;
+  const int64_t blocks = passes == 1 ? 1 : (a.depth + kGroupedChannels - 1) / kGroupedChannels;
   const int64_t groups = a.depth / a.group, group_scales = (a.minimums ? 2 : 1) * kTileColumns;
-  const int64_t tile_bytes = a.depth / 8 * kEightBytes<kForm>;
+  const int64_t tile_bytes = a.depth / 16 * kSixteenBytes<kForm>;
   __builtin_memset(totals, 0, rows * kTiles * kTileColumns * sizeof(float));
-  for (int64_t begin = 0; begin < a.depth; begin += kGroupedChannels) {
-    const int64_t depth = a.depth - begin < kGroupedChannels ? a.depth - begin : kGroupedChannels;
-    const int64_t group = begin / a.group;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t group = groups * block / blocks, begin = group * a.group;
     for (int64_t i = 0; i < passes; ++i) {
       const int64_t first = rows * i / passes, last = rows * (i + 1) / passes;
       const auto* x = static_cast<const int8_t*>(a.x) + (part.begin_row + first) * a.x_stride;
-      const GroupedBlock block{
+      const GroupedBlock of_pass{
           .x = x + begin,
           .x_groups = reinterpret_cast<const OperandGroup*>(x + a.depth) + group,
           .x_stride = a.x_stride,
-          .weight = static_cast<const char*>(a.weight) + tile * tile_bytes + begin / 8 * kEightBytes<kForm>,
+          .weight = static_cast<const char*>(a.weight) + tile * tile_bytes + begin / 16 * kSixteenBytes<kForm>,
           .tile_bytes = tile_bytes,
           .scales = a.group_scales + (tile * groups + group) * group_scales,
           .tile_scales = groups * group_scales,
-          .groups = depth / a.group,
+          .groups = groups * (block + 1) / blocks - group,
           .group = a.group,
           .minimums = a.minimums,
       };
-      groups_product<kForm, kTiles>(last - first)(block, totals + first * kTiles * kTileColumns);
+      groups_product<kForm, kTiles>(last - first)(of_pass, totals + first * kTiles * kTileColumns);
     }
   }
 }

@@ -77,7 +77,8 @@ constexpr Kernels make_kernels() {
       .product_int4 = {quantize<T, 4>, part_rows, product<T, IntegerProduct<4>>},
       .product_grouped = {{grouped_kernels<T, GroupedForm::kNibbles, 8>(),
                            grouped_kernels<T, GroupedForm::kNibbles, 0>()},
-                          {grouped_kernels<T, GroupedForm::kBytes, 32>(), grouped_kernels<T, GroupedForm::kBytes, 0>()},
+                          {grouped_kernels<T, GroupedForm::kSixBits, 32>(),
+                           grouped_kernels<T, GroupedForm::kSixBits, 0>()},
                           {grouped_kernels<T, GroupedForm::kWide, kWideOffset>(),
                            grouped_kernels<T, GroupedForm::kWide, kWideOffset>()}},
   };

@@ -190,7 +190,7 @@ constexpr int64_t integer_blocks(int64_t depth, int64_t group) {
 
 // How weights with a scale of half precision for each group are held: integers of 4 bits, integers below 64 in a byte
 // each, or with a sign in all 8 bits. Those of the first two mean 8 or 32 less, unless groups have minimums.
-enum class GroupedForm { kNibbles, kBytes, kWide };
+enum class GroupedForm { kNibbles, kSixBits, kWide };
 constexpr int kGroupedForms = 3;
 
 // Operands of a product with such weights: a row has `depth` of 8 bits, then this for each group.

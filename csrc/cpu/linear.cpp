@@ -43,18 +43,18 @@ struct OperandRow {
 PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scale_tensor, int64_t columns)
     : columns(columns), scales(nullptr), group_scales(nullptr), form(), minimums(false), group(0) {
   const bool halves = scale_tensor && scale_tensor->scalar_type() == ScalarType::Half;
-  const bool unsigned_bytes = tensor.scalar_type() == ScalarType::Byte && halves;
+  const bool six_bits = tensor.scalar_type() == ScalarType::Byte && halves;
   const bool nibbles = tensor.scalar_type() == ScalarType::Int;
-  const bool bytes = tensor.scalar_type() == ScalarType::Char || unsigned_bytes;
-  form = nibbles ? GroupedForm::kNibbles : unsigned_bytes ? GroupedForm::kBytes : GroupedForm::kWide;
+  const bool bytes = tensor.scalar_type() == ScalarType::Char || six_bits;
+  form = nibbles ? GroupedForm::kNibbles : six_bits ? GroupedForm::kSixBits : GroupedForm::kWide;
   if (!nibbles && !bytes) kernels_for(tensor, "packed");
-  bits = nibbles ? 4 : 8 * static_cast<int>(tensor.element_size());
+  bits = nibbles ? 4 : six_bits ? 6 : 8 * static_cast<int>(tensor.element_size());
   check_contiguous(tensor, "packed", nibbles ? 3 : 4);
   check_size(tensor, "packed", 2, kTileColumns);
   if (!nibbles) check_size(tensor, "packed", 3, channels_per_word(tensor));
   tiles = tensor.size(0);
   words = tensor.size(1);
-  depth = words * (32 / bits);
+  depth = words * 32 / bits;
   data = static_cast<char*>(tensor.mutable_data_ptr());
   STD_TORCH_CHECK(columns > (tiles - 1) * kTileColumns && columns <= tiles * kTileColumns, columns,
                   " columns do not fill the ", tiles, " tiles of packed");

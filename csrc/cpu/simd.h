@@ -155,6 +155,12 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
+template <int kPlace>
+inline Words with_high_bits(Words low, Words x) {
+  x = kPlace < 2 ? _mm512_slli_epi16(x, 4 - 2 * kPlace) : _mm512_srli_epi16(x, 2 * kPlace - 4);
+  return _mm512_or_si512(low, _mm512_and_si512(x, _mm512_set1_epi8(48)));
+}
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
@@ -357,6 +363,12 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
+template <int kPlace>
+inline Words with_high_bits(Words low, Words x) {
+  x = kPlace < 2 ? _mm256_slli_epi16(x, 4 - 2 * kPlace) : _mm256_srli_epi16(x, 2 * kPlace - 4);
+  return _mm256_or_si256(low, _mm256_and_si256(x, _mm256_set1_epi8(48)));
+}
 inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
@@ -547,6 +559,11 @@ inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >>
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return x & 0x0f0f0f0f; }
 inline Words high_nibbles(Words x) { return low_nibbles(x >> 4); }
+// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
+template <int kPlace>
+inline Words with_high_bits(Words low, Words x) {
+  return low | ((kPlace < 2 ? x << (4 - 2 * kPlace) : x >> (2 * kPlace - 4)) & 0x30303030);
+}
 inline Words add_words(Words a, Words b) { return a + b; }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of

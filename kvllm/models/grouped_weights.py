@@ -13,7 +13,8 @@ DTYPES = {4: torch.int32, 6: torch.uint8, 8: torch.int8}
 
 def packed_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
     """Of the integers that `pack_groups` makes, which have a dtype of DTYPES."""
-    return (tiles, in_features // 8, TILE) if form.bits == 4 else (tiles, in_features // WORD, TILE, WORD)
+    words = in_features * form.bits // (8 * WORD)
+    return (tiles, words, TILE) if form.bits == 4 else (tiles, words, TILE, WORD)
 
 
 def scales_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
@@ -28,14 +29,31 @@ def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tens
     last tile is filled up with zeros.
     """
     held = rows.held_as(form)
+    words = held.values.view(torch.uint8).unflatten(1, (-1, WORD))
     if form.bits == 4:
-        low, high = held.values.view(torch.uint8).unflatten(1, (-1, 2, WORD)).unbind(2)
-        words = (low | high << 4).view(torch.int32)
-    else:
-        words = held.values.view(DTYPES[form.bits]).unflatten(1, (-1, WORD))
+        words = _joined(words, 4).view(torch.int32).squeeze(2)
+    elif form.bits == 6:
+        words = torch.stack((*_joined(words & 15, 4).unflatten(1, (-1, 2)).unbind(2), _joined(words >> 4, 2)), 2)
+        words = words.flatten(1, 2)
     numbers = [held.scales] if held.minimums is None else [held.scales, held.minimums]
     scales = torch.stack(numbers, 2).to(torch.float16)
-    return _tiled(words.squeeze(2) if form.bits == 4 else words, 1), _tiled(scales, 2)
+    return _tiled(words.view(DTYPES[form.bits]), 1), _tiled(scales, 2)
+
+
+def _joined(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes `[n, words, WORD]` below 2 to the power of `bits`, as many words in one as it has room for: the first ones
+    have the lowest bits."""
+    parts = words.unflatten(1, (-1, 8 // bits)).unbind(2)
+    joined = parts[0].clone()
+    for place, part in enumerate(parts[1:], 1):
+        joined |= part << bits * place
+    return joined
+
+
+def _parted(joined: torch.Tensor, bits: int) -> torch.Tensor:
+    """The words that `_joined` had."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (joined.unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1, 2)
 
 
 def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
@@ -51,8 +69,10 @@ def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, form: GroupForm,
     tile, place = indices // TILE, indices % TILE
     words, numbers = packed[tile, :, place].contiguous(), scales[tile, :, :, place].float()
     if form.bits == 4:
-        both = words.view(torch.uint8).unflatten(1, (-1, 1, WORD))
-        words = torch.cat((both & 15, both >> 4), 2)
+        words = _parted(words.unsqueeze(2).view(torch.uint8), 4)
+    elif form.bits == 6:
+        parts = words.unflatten(1, (-1, 3))
+        words = _parted(parts[:, :, :2].flatten(1, 2), 4) | _parted(parts[:, :, 2], 2) << 4
     values = words.flatten(1).unflatten(1, (-1, form.group)).float() - form.offset
     weights = values * numbers[:, :, :1]
     return (weights - numbers[:, :, 1:] if form.minimums else weights).flatten(1)
