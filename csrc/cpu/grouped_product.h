@@ -10,9 +10,11 @@
 namespace kvllm {
 namespace {
 
-// Tiles and rows that are multiplied at once: their sums must fit the registers.
+// Tiles and rows that are multiplied at once: their sums, and what these add to, must fit the registers. A few rows
+// more are multiplied at once where none are left then.
 constexpr int kGroupedTiles = kLanes == 16 ? 2 : 1;
-constexpr int kGroupedRows = kLanes == 16 ? 8 : kLanes == 8 || kRegisters == 32 ? 4 : 2;
+constexpr int kGroupedRows = kLanes == 16 ? 6 : kLanes == 8 || kRegisters == 32 ? 4 : 2;
+constexpr int kMostGroupedRows = kLanes == 16 ? 8 : kGroupedRows;
 
 // Channels that all rows pass before the next ones, at most: their weights stay in the first cache.
 constexpr int64_t kGroupedChannels = 640;
@@ -41,6 +43,7 @@ struct GroupedBlock {
   int64_t groups;
   int64_t group;
   bool minimums;
+  bool prefetches;
 
   const OperandGroup* x_group(int row) const {
     return reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(x_groups) + row * x_stride);
@@ -66,6 +69,16 @@ inline __attribute__((always_inline)) void load_eight(const char* from, Words& f
   }
 }
 
+// Fetches what is a way behind sixteen channels of tiles.
+template <GroupedForm kForm, int kTiles>
+inline __attribute__((always_inline)) void prefetch_sixteen(const char* weight, int64_t tile_bytes) {
+#pragma GCC unroll 16
+  for (int64_t byte = 0; byte < kSixteenBytes<kForm>; byte += kCacheLine) {
+#pragma GCC unroll 16
+    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(weight + t * tile_bytes + kPrefetchDistance + byte, 0, 2);
+  }
+}
+
 // Adds the products of a half of sixteen channels to sums. Those of kNibbles may be narrow: a group of 32 does not pass
 // 16 bits.
 template <GroupedForm kForm, int kHalf, int kRows, int kVectors>
@@ -75,11 +88,6 @@ inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRo
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const char* tile = weight + v / kTileVectors * tile_bytes;
-    if (kHalf == 0 && v % kTileVectors == 0) {
-      for (int64_t byte = 0; byte < kSixteenBytes<kForm>; byte += kCacheLine) {
-        __builtin_prefetch(tile + kPrefetchDistance + byte, 0, 2);
-      }
-    }
     load_eight<kForm, kHalf>(tile + v % kTileVectors * kLanes * 4, first[v], second[v]);
   }
 #pragma GCC unroll 16
@@ -103,7 +111,7 @@ inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRo
 // totals += the sums of a group, times their scales, less the minimum of each weight.
 template <int kRows, int kVectors>
 inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][kVectors], const GroupedBlock& block,
-                                                     float* totals) {
+                                                     Vec (&totals)[kRows][kVectors]) {
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const uint16_t* scales = block.scales + v / kTileVectors * block.tile_scales + v % kTileVectors * kLanes;
@@ -112,10 +120,8 @@ inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const OperandGroup* group = block.x_group(r);
-      float* total = totals + (r * kVectors + v) * kLanes;
-      Vec sum = fma(mul(to_float(sums[r][v]), broadcast(group->scale)), scale, load(total));
-      if (block.minimums) sum = fma(broadcast(group->negative_sum), minimum, sum);
-      store(total, sum);
+      add_product(totals[r][v], mul(to_float(sums[r][v]), broadcast(group->scale)), scale);
+      if (block.minimums) add_product(totals[r][v], broadcast(group->negative_sum), minimum);
     }
   }
 }
@@ -126,6 +132,8 @@ void multiply_groups(GroupedBlock block, float* totals) {
   constexpr int kVectors = kTiles * kTileVectors;
   constexpr bool kNarrow = kForm == GroupedForm::kNibbles && kNarrowSums;
   Rows<int8_t, kRows> x(block.x, block.x_stride);
+  Vec in_registers[kRows][kVectors];
+  load_sums(totals, false, in_registers);
   for (int64_t i = 0; i < block.groups; ++i) {
     Words sums[kRows][kVectors];
 #pragma GCC unroll 16
@@ -135,6 +143,7 @@ void multiply_groups(GroupedBlock block, float* totals) {
       for (int v = 0; v < kVectors; ++v) sums[r][v] = initial;
     }
     for (int64_t channel = 0; channel < block.group; channel += 16, block.weight += kSixteenBytes<kForm>) {
+      if (block.prefetches) prefetch_sixteen<kForm, kTiles>(block.weight, block.tile_bytes);
       multiply_eight<kForm, 0>(x, block.weight, block.tile_bytes, sums);
       x.advance(8);
       multiply_eight<kForm, 1>(x, block.weight, block.tile_bytes, sums);
@@ -148,15 +157,16 @@ void multiply_groups(GroupedBlock block, float* totals) {
         for (int v = 0; v < kVectors; ++v) sums[r][v] = add_words(initial, widen_sums(sums[r][v]));
       }
     }
-    add_group(sums, block, totals);
+    add_group(sums, block, in_registers);
     ++block.x_groups;
     block.scales += (block.minimums ? 2 : 1) * kTileColumns;
   }
+  store_sums(in_registers, totals);
 }
 
 using GroupsProduct = void (*)(GroupedBlock block, float* totals);
 
-template <GroupedForm kForm, int kTiles, int kRows = kGroupedRows>
+template <GroupedForm kForm, int kTiles, int kRows = kMostGroupedRows>
 GroupsProduct groups_product(int64_t rows) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return groups_product<kForm, kTiles, kRows - 1>(rows);
@@ -167,7 +177,8 @@ GroupsProduct groups_product(int64_t rows) {
 // totals [rows, kTiles * kTileColumns] of the rows of a part with kTiles tiles, from `tile` on.
 template <GroupedForm kForm, int kTiles>
 void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, float* totals) {
-  const int64_t rows = part.end_row - part.begin_row, passes = (rows + kGroupedRows - 1) / kGroupedRows;
+  const int64_t rows = part.end_row - part.begin_row;
+  const int64_t passes = rows <= kMostGroupedRows ? 1 : (rows + kGroupedRows - 1) / kGroupedRows;
   const int64_t blocks = passes == 1 ? 1 : (a.depth + kGroupedChannels - 1) / kGroupedChannels;
   const int64_t groups = a.depth / a.group, group_scales = (a.minimums ? 2 : 1) * kTileColumns;
   const int64_t tile_bytes = a.depth / 16 * kSixteenBytes<kForm>;
@@ -188,6 +199,7 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
           .groups = groups * (block + 1) / blocks - group,
           .group = a.group,
           .minimums = a.minimums,
+          .prefetches = i == 0,
       };
       groups_product<kForm, kTiles>(last - first)(of_pass, totals + first * kTiles * kTileColumns);
     }
@@ -224,15 +236,15 @@ void quantize_groups(const void* row, int64_t depth, int64_t group, void* operan
     const float magnitude = largest_magnitude(x + begin, static_cast<int>(group));
     const float largest = magnitude < kTiny ? kTiny : magnitude;
     const Vec factor = broadcast(kLargest / largest);
-    int16_t integers[32];
-    for (int64_t i = 0; i < group; i += kLanes) store_rounded(integers + i, mul(load(x + begin + i), factor));
-    int32_t sum = 0;
-    for (int64_t i = 0; i < group; ++i) {
-      bytes[begin + i] = static_cast<int8_t>(integers[i]);
-      sum += integers[i];
+    Words sums{};
+    for (int64_t i = 0; i < group; i += kLanes) {
+      const Words integers = to_integers(mul(load(x + begin + i), factor));
+      store_bytes(bytes + begin + i, integers);
+      sums = add_words(sums, integers);
     }
+    const int32_t sum = reduce_add(sums);
     const float scale = largest / kLargest;
-    *group_of = {scale, -kOffset * sum, -scale * static_cast<float>(sum)};
+    *group_of = {scale, static_cast<int32_t>(kOffset * -static_cast<uint32_t>(sum)), -scale * static_cast<float>(sum)};
   }
 }
 

@@ -203,8 +203,13 @@ inline Vec load_halves(const uint16_t* p) {
 inline Words low_halves(Words x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
 inline Words high_halves(Words x) { return _mm512_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }
+inline void store_bytes(int8_t* p, Words x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+inline int32_t reduce_add(Words x) { return _mm512_reduce_add_epi32(x); }
 inline void store_rounded(int16_t* p, Vec x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(to_integers(x)));
 }
 
 inline void transpose(Vec rows[kLanes]) {
@@ -395,8 +400,18 @@ inline Vec load_halves(const uint16_t* p) {
 inline Words low_halves(Words x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
 inline Words high_halves(Words x) { return _mm256_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) { return _mm256_cvtps_epi32(x); }
+inline void store_bytes(int8_t* p, Words x) {
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
+inline int32_t reduce_add(Words x) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
 inline void store_rounded(int16_t* p, Vec x) {
-  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m256i words = to_integers(x);
   const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(words, words), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(halves));
 }
@@ -609,9 +624,21 @@ inline void store_sums_of_four(const Words* x, int32_t* out) {
 inline Words low_halves(Words x) { return x & 15; }
 inline Words high_halves(Words x) { return x >> 4; }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) {
+  typedef uint32_t Unsigned __attribute__((vector_size(16)));
+  constexpr uint32_t kBits = 0x4b400000;  // of 1.5 * 2^23: what is added to these is the integer
+  return reinterpret_cast<Words>(reinterpret_cast<Unsigned>(x + broadcast(12582912.0f)) - kBits);
+}
+inline void store_bytes(int8_t* p, Words x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(x[i]);
+}
+inline int32_t reduce_add(Words x) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x[0]) + static_cast<uint32_t>(x[1]) + static_cast<uint32_t>(x[2]) +
+                              static_cast<uint32_t>(x[3]));
+}
 inline void store_rounded(int16_t* p, Vec x) {
-  const Bits bits = reinterpret_cast<Bits>(x + broadcast(12582912.0f));  // 1.5 * 2^23: its low bits become the integer
-  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(bits[i]);
+  const Words words = to_integers(x);
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(words[i]);
 }
 
 inline void transpose(Vec rows[kLanes]) {
