@@ -50,6 +50,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("most_likely(Tensor logits) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
+  m.def("dequantize_rows(Tensor packed, Tensor scales, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
   m.def("add_adapters(Tensor(a!) product, Tensor x, Tensor rows, Tensor starts, Tensor[] downs, Tensor[] ups) -> ()");
   m.def(
@@ -97,6 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("most_likely", TORCH_BOX(&kvllm::most_likely));
   m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
   m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
+  m.impl("dequantize_rows", TORCH_BOX(&kvllm::dequantize_rows));
   m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));
   m.impl("add_adapters", TORCH_BOX(&kvllm::add_adapters));
   m.impl("make_decoder", TORCH_BOX(&kvllm::make_decoder));

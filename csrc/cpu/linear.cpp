@@ -1,4 +1,6 @@
 // Products with weights that were packed when they were loaded, and the rows of such weights.
+#include <torch/headeronly/util/Half.h>
+
 #include <cstring>
 
 #include "linear.h"
@@ -93,6 +95,18 @@ char* PackedMatrix::row(int64_t row) const {
   return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
 }
 
+int PackedMatrix::integer(const char* row, int64_t channel) const {
+  const auto byte = [&](int64_t word) {
+    return static_cast<uint8_t>(row[word * kTileRowBytes + channel % kWordBytes]);
+  };
+  if (form == GroupedForm::kWide) return static_cast<int8_t>(byte(channel / 4));
+  const int place = static_cast<int>(channel / 4 % 4), excess = minimums ? 0 : bits == 4 ? 8 : 32;
+  const auto low = [&](int64_t word) { return (byte(word) >> place % 2 * 4) & 15; };
+  if (form == GroupedForm::kNibbles) return low(channel / 8) - excess;
+  const int64_t sixteen = channel / 16 * 3;
+  return (low(sixteen + place / 2) | ((byte(sixteen + 2) >> 2 * place) & 3) << 4) - excess;
+}
+
 int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows) {
   return product_kernels(kernels, weight).prepare == nullptr ? 0 : rows * OperandRow(weight).bytes;
 }
@@ -159,16 +173,47 @@ Tensor pack_weight(const Tensor& weight) {
   return packed;
 }
 
-Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
-  const PackedMatrix from(packed, std::nullopt, packed.size(0) * kTileColumns);
+namespace {
+
+const int64_t* check_rows(const Tensor& indices, const PackedMatrix& weight) {
   check_contiguous(indices, "indices", 1);
   check_dtype(indices, "indices", ScalarType::Long);
-  const int64_t count = indices.size(0);
   const int64_t* index = indices.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(index[i] >= 0 && index[i] < from.tiles * kTileColumns, "row ", index[i], " is not among the ",
-                    from.tiles * kTileColumns, " rows of packed");
+  for (int64_t i = 0; i < indices.size(0); ++i) {
+    STD_TORCH_CHECK(index[i] >= 0 && index[i] < weight.columns, "row ", index[i], " is not among the ", weight.columns,
+                    " rows of packed");
   }
+  return index;
+}
+
+}  // namespace
+
+Tensor dequantize_rows(const Tensor& packed, const Tensor& scales, const Tensor& indices) {
+  const PackedMatrix from(packed, scales, packed.size(0) * kTileColumns);
+  STD_TORCH_CHECK(from.group_scales != nullptr, "scales have not half precision: they are not those of small groups");
+  const int64_t* index = check_rows(indices, from);
+  const int64_t count = indices.size(0), groups = from.depth / from.group, numbers = from.minimums ? 2 : 1;
+  Tensor out = empty(static_cast<int32_t>(ScalarType::Float), {count, from.depth});
+  float* into = out.mutable_data_ptr<float>();
+  for_rows(count, from.depth, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const char* row = from.row(index[i]);
+      const auto* of_tile = reinterpret_cast<const torch::headeronly::Half*>(from.group_scales) +
+                            index[i] / kTileColumns * groups * numbers * kTileColumns + index[i] % kTileColumns;
+      for (int64_t channel = 0; channel < from.depth; ++channel) {
+        const auto* scale = of_tile + channel / from.group * numbers * kTileColumns;
+        const float product = static_cast<float>(from.integer(row, channel)) * static_cast<float>(*scale);
+        into[i * from.depth + channel] = from.minimums ? product - static_cast<float>(scale[kTileColumns]) : product;
+      }
+    }
+  });
+  return out;
+}
+
+Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
+  const PackedMatrix from(packed, std::nullopt, packed.size(0) * kTileColumns);
+  const int64_t* index = check_rows(indices, from);
+  const int64_t count = indices.size(0);
   Tensor out = empty_like(packed, {count, from.depth});
   char* into = static_cast<char*>(out.mutable_data_ptr());
   for_rows(count, from.depth, [&](int64_t begin, int64_t end) {

@@ -31,6 +31,9 @@ struct PackedMatrix {
 
   // The first word of a row of the weight; the next ones follow at a distance of kTileRowBytes.
   char* row(int64_t row) const;
+
+  // The integer of a channel that has a GroupedForm, in a row whose first word is `row`.
+  int integer(const char* row, int64_t channel) const;
 };
 
 // Bytes of a row of the weight that lie together.

@@ -85,6 +85,8 @@ Tensor most_likely(const Tensor& logits);
 Tensor pack_weight(const Tensor& weight);
 // Rows of a packed weight: `[indices]` -> `[indices, in]`.
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
+// The same of integers in groups (kvllm/models/grouped_weights.py), as the float numbers that they mean.
+Tensor dequantize_rows(const Tensor& packed, const Tensor& scales, const Tensor& indices);
 // `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`. A weight of integers has scales:
 // `[out / 16, groups, 16]`, each for a group of channels of a row (kvllm/models/quantize.py).
 // Adds the products of adapters to that of a matrix, product `[T, columns]` of x `[T, depth]`: for adapter i of tokens

@@ -50,29 +50,9 @@ def _joined(words: torch.Tensor, bits: int) -> torch.Tensor:
     return joined
 
 
-def _parted(joined: torch.Tensor, bits: int) -> torch.Tensor:
-    """The words that `_joined` had."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (joined.unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1, 2)
-
-
 def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
     """Rows in tiles: the place of a row in its tile becomes dimension `place` + 1."""
     missing = -len(rows) % TILE
     if missing:
         rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
     return rows.unflatten(0, (-1, TILE)).movedim(1, place + 1)
-
-
-def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, form: GroupForm, indices: torch.Tensor) -> torch.Tensor:
-    """Rows `indices` (int64 `[T]`) of the matrix: float32 `[T, in_features]`."""
-    tile, place = indices // TILE, indices % TILE
-    words, numbers = packed[tile, :, place].contiguous(), scales[tile, :, :, place].float()
-    if form.bits == 4:
-        words = _parted(words.unsqueeze(2).view(torch.uint8), 4)
-    elif form.bits == 6:
-        parts = words.unflatten(1, (-1, 3))
-        words = _parted(parts[:, :, :2].flatten(1, 2), 4) | _parted(parts[:, :, 2], 2) << 4
-    values = words.flatten(1).unflatten(1, (-1, form.group)).float() - form.offset
-    weights = values * numbers[:, :, :1]
-    return (weights - numbers[:, :, 1:] if form.minimums else weights).flatten(1)
