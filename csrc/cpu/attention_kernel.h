@@ -284,8 +284,7 @@ inline void softmax(float* scores, int begin, int count, int head_dim, float& ma
     }
     largest = max(x, largest);
   }
-  const float tile_max = reduce_max(largest);
-  const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
+  const float new_max = any_greater(largest, broadcast(max_so_far)) ? reduce_max(largest) : max_so_far;
 
   Vec sum = {};
   for (int pair = first; pair < count; pair += kLanes) {

@@ -95,6 +95,8 @@ inline Vec join_pairs(Vec first, Vec second) {
 
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
 using Words = __m512i;
@@ -314,6 +316,8 @@ inline float reduce_max(Vec x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
 using Words = __m256i;
@@ -524,6 +528,11 @@ inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline float reduce_max(Vec x) {
   const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
+}
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) {
+  const Bits greater = a > b;
+  return (greater[0] | greater[1] | greater[2] | greater[3]) != 0;
 }
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
