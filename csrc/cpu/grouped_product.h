@@ -19,6 +19,9 @@ constexpr int kMostGroupedRows = kLanes == 16 ? 8 : kGroupedRows;
 // Channels that all rows pass before the next ones, at most: their weights stay in the first cache.
 constexpr int64_t kGroupedChannels = 640;
 
+// Scales between those that are multiplied and those that are fetched, about as far ahead as their weights.
+constexpr int64_t kScalesAhead = kPrefetchDistance / 8;
+
 // Four bytes, in every word.
 inline Words broadcast_word(const void* p) { return broadcast_pair(static_cast<const int16_t*>(p)); }
 
@@ -115,6 +118,7 @@ inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const uint16_t* scales = block.scales + v / kTileVectors * block.tile_scales + v % kTileVectors * kLanes;
+    if (v % kTileVectors == 0 && block.prefetches) __builtin_prefetch(scales + kScalesAhead, 0, 2);
     const Vec scale = load_halves(scales);
     const Vec minimum = block.minimums ? load_halves(scales + kTileColumns) : Vec{};
 #pragma GCC unroll 16
