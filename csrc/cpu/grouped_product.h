@@ -25,14 +25,10 @@ constexpr int64_t kScalesAhead = kPrefetchDistance / 8;
 // Four bytes, in every word.
 inline Words broadcast_word(const void* p) { return broadcast_pair(static_cast<const int16_t*>(p)); }
 
-// Bytes of sixteen channels of a tile, and of the first bits of eight.
+// Bytes of a word in all columns of a tile, and of sixteen channels: two words of nibbles, three of six bits, or four.
+constexpr int64_t kTileWords = 4 * kTileColumns;
 template <GroupedForm kForm>
-constexpr int64_t kSixteenBytes = (kForm == GroupedForm::kNibbles   ? 8
-                                   : kForm == GroupedForm::kSixBits ? 12
-                                                                    : 16) *
-                                  kTileColumns;
-template <GroupedForm kForm>
-constexpr int64_t kEightBytes = (kForm == GroupedForm::kWide ? 8 : 4) * kTileColumns;
+constexpr int64_t kSixteenBytes = (2 + static_cast<int>(kForm)) * kTileWords;
 
 // Rows, and the groups of tiles that multiply them.
 struct GroupedBlock {
@@ -56,19 +52,16 @@ struct GroupedBlock {
 // The operands of a half of sixteen channels of a vector of columns, four in each word.
 template <GroupedForm kForm, int kHalf>
 inline __attribute__((always_inline)) void load_eight(const char* from, Words& first, Words& second) {
-  const char* eight = from + kHalf * kEightBytes<kForm>;
-  if constexpr (kForm == GroupedForm::kWide) {
-    first = wide_operands(load_words(eight));
-    second = wide_operands(load_words(eight + kEightBytes<kForm> / 2));
-    return;
-  }
-  const Words both = load_words(eight);
-  first = low_nibbles(both);
-  second = high_nibbles(both);
-  if constexpr (kForm == GroupedForm::kSixBits) {
-    const Words high = load_words(from + 2 * kEightBytes<kForm>);
-    first = with_high_bits<2 * kHalf>(first, high);
-    second = with_high_bits<2 * kHalf + 1>(second, high);
+  const auto word = [&](int i) __attribute__((always_inline)) { return load_words(from + i * kTileWords); };
+  if constexpr (kForm == GroupedForm::kNibbles) {
+    first = low_nibbles(word(kHalf));
+    second = high_nibbles(word(kHalf));
+  } else if constexpr (kForm == GroupedForm::kWide) {
+    first = wide_operands(word(2 * kHalf));
+    second = wide_operands(word(2 * kHalf + 1));
+  } else {
+    first = low_six_bits(word(2 * kHalf));
+    second = kHalf == 0 ? low_six_bits(word(1)) : high_bits(word(0), word(1), word(2));
   }
 }
 

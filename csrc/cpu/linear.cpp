@@ -100,11 +100,11 @@ int PackedMatrix::integer(const char* row, int64_t channel) const {
     return static_cast<uint8_t>(row[word * kTileRowBytes + channel % kWordBytes]);
   };
   if (form == GroupedForm::kWide) return static_cast<int8_t>(byte(channel / 4));
-  const int place = static_cast<int>(channel / 4 % 4), excess = minimums ? 0 : bits == 4 ? 8 : 32;
-  const auto low = [&](int64_t word) { return (byte(word) >> place % 2 * 4) & 15; };
-  if (form == GroupedForm::kNibbles) return low(channel / 8) - excess;
-  const int64_t sixteen = channel / 16 * 3;
-  return (low(sixteen + place / 2) | ((byte(sixteen + 2) >> 2 * place) & 3) << 4) - excess;
+  const int excess = minimums ? 0 : bits == 4 ? 8 : 32;
+  if (form == GroupedForm::kNibbles) return ((byte(channel / 8) >> channel / 4 % 2 * 4) & 15) - excess;
+  const int64_t sixteen = channel / 16 * 3, place = channel / 4 % 4;
+  if (place < 3) return (byte(sixteen + place) & 63) - excess;
+  return ((byte(sixteen) >> 6) | (byte(sixteen + 1) >> 6) << 2 | (byte(sixteen + 2) >> 6) << 4) - excess;
 }
 
 int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows) {

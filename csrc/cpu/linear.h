@@ -8,8 +8,8 @@ namespace kvllm {
 // A packed weight: `[tiles, words, kTileColumns, channels of a word]`, of float32, bfloat16 or int8; or of int32
 // without the last dimension, where a word is eight integers of 4 bits, the lowest bits first. With scales of half
 // precision it has a GroupedForm: int32 kNibbles, in whose words channel i + 4 shares a byte with channel i; uint8
-// kSixBits, of which three words are sixteen channels: two with the low bits of eight each, as nibbles, and one in
-// whose bytes those of channels i, i + 4, i + 8 and i + 12 have two bits each; int8 kWide.
+// kSixBits, of which three words are sixteen channels: four of these in six bits of each, and the last four in the two
+// others of all three, the lowest ones first; int8 kWide.
 struct PackedMatrix {
   int bits;
   int64_t tiles, words, depth, columns;

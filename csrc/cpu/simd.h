@@ -157,11 +157,13 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
-template <int kPlace>
-inline Words with_high_bits(Words low, Words x) {
-  x = kPlace < 2 ? _mm512_slli_epi16(x, 4 - 2 * kPlace) : _mm512_srli_epi16(x, 2 * kPlace - 4);
-  return _mm512_or_si512(low, _mm512_and_si512(x, _mm512_set1_epi8(48)));
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
+inline Words high_bits(Words x, Words y, Words z) {
+  const Words first = _mm512_and_si512(_mm512_srli_epi16(x, 6), _mm512_set1_epi8(3));
+  const Words second = _mm512_and_si512(_mm512_srli_epi16(y, 4), _mm512_set1_epi8(12));
+  const Words third = _mm512_and_si512(_mm512_srli_epi16(z, 2), _mm512_set1_epi8(48));
+  return _mm512_or_si512(first, _mm512_or_si512(second, third));
 }
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
@@ -372,11 +374,13 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
-// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
-template <int kPlace>
-inline Words with_high_bits(Words low, Words x) {
-  x = kPlace < 2 ? _mm256_slli_epi16(x, 4 - 2 * kPlace) : _mm256_srli_epi16(x, 2 * kPlace - 4);
-  return _mm256_or_si256(low, _mm256_and_si256(x, _mm256_set1_epi8(48)));
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
+inline Words high_bits(Words x, Words y, Words z) {
+  const Words first = _mm256_and_si256(_mm256_srli_epi16(x, 6), _mm256_set1_epi8(3));
+  const Words second = _mm256_and_si256(_mm256_srli_epi16(y, 4), _mm256_set1_epi8(12));
+  const Words third = _mm256_and_si256(_mm256_srli_epi16(z, 2), _mm256_set1_epi8(48));
+  return _mm256_or_si256(first, _mm256_or_si256(second, third));
 }
 inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
@@ -583,10 +587,10 @@ inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >>
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return x & 0x0f0f0f0f; }
 inline Words high_nibbles(Words x) { return low_nibbles(x >> 4); }
-// Integers below 16 in bytes, with two bits more of each byte of x, from bit 2 * kPlace on.
-template <int kPlace>
-inline Words with_high_bits(Words low, Words x) {
-  return low | ((kPlace < 2 ? x << (4 - 2 * kPlace) : x >> (2 * kPlace - 4)) & 0x30303030);
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return x & 0x3f3f3f3f; }
+inline Words high_bits(Words x, Words y, Words z) {
+  return (x >> 6 & 0x03030303) | (y >> 4 & 0x0c0c0c0c) | (z >> 2 & 0x30303030);
 }
 inline Words add_words(Words a, Words b) { return a + b; }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are

@@ -31,23 +31,14 @@ def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tens
     held = rows.held_as(form)
     words = held.values.view(torch.uint8).unflatten(1, (-1, WORD))
     if form.bits == 4:
-        words = _joined(words, 4).view(torch.int32).squeeze(2)
+        low, high = words.unflatten(1, (-1, 2)).unbind(2)
+        words = (low | high << 4).view(torch.int32).squeeze(2)
     elif form.bits == 6:
-        words = torch.stack((*_joined(words & 15, 4).unflatten(1, (-1, 2)).unbind(2), _joined(words >> 4, 2)), 2)
-        words = words.flatten(1, 2)
+        first, last = words.unflatten(1, (-1, WORD)).split((3, 1), 2)
+        words = (first | last >> torch.tensor([[0], [2], [4]], dtype=torch.uint8) << 6).flatten(1, 2)
     numbers = [held.scales] if held.minimums is None else [held.scales, held.minimums]
     scales = torch.stack(numbers, 2).to(torch.float16)
     return _tiled(words.view(DTYPES[form.bits]), 1), _tiled(scales, 2)
-
-
-def _joined(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes `[n, words, WORD]` below 2 to the power of `bits`, as many words in one as it has room for: the first ones
-    have the lowest bits."""
-    parts = words.unflatten(1, (-1, 8 // bits)).unbind(2)
-    joined = parts[0].clone()
-    for place, part in enumerate(parts[1:], 1):
-        joined |= part << bits * place
-    return joined
 
 
 def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
