@@ -45,8 +45,8 @@ class GemmaLayer(DecoderLayer):
         super().__init__(config, *arguments)
         # Not empty_like: on the meta device it imports sympy, which takes half a second.
         size = self.post_attention_norm.shape
-        self.attention_output_norm: torch.Tensor = self.post_attention_norm.new_empty(size)
-        self.mlp_output_norm: torch.Tensor = self.post_attention_norm.new_empty(size)
+        self.attention_output_norm = self.post_attention_norm.new_empty(size)
+        self.mlp_output_norm = self.post_attention_norm.new_empty(size)
 
     def norms(self) -> dict[str, torch.Tensor | None]:
         return {
