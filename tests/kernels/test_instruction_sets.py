@@ -22,6 +22,7 @@ from tests.helpers import group_checks, product_checks, recurrent_checks
 from tests.helpers.attention_cases import (
     MIXED,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
+    assert_bits_of_sums_that_cancel,
     assert_later_entries_stay_hidden,
     assert_matches_dense,
     make_case,
@@ -63,6 +64,7 @@ def check_attention() -> None:
             assert_matches_dense(evicted_mask, "cpu")
         for group in (1, 3, 4):
             assert_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)
+        assert_bits_of_sums_that_cancel(dtype)
         assert_later_entries_stay_hidden(dtype)
 
 
