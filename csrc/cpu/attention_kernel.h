@@ -284,8 +284,7 @@ inline void softmax(float* scores, int begin, int count, int head_dim, float& ma
     }
     largest = max(x, largest);
   }
-  const float tile_max = reduce_max(largest);
-  const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
+  const float new_max = any_greater(largest, broadcast(max_so_far)) ? reduce_max(largest) : max_so_far;
 
   Vec sum = {};
   for (int pair = first; pair < count; pair += kLanes) {
@@ -305,6 +304,49 @@ inline void softmax(float* scores, int begin, int count, int head_dim, float& ma
   for (int channel = 0; channel < head_dim; ++channel) values_so_far[channel] *= factor[0];
 }
 
+// How weights multiply values of T: those of kPairs KV pairs at once, the first of which is a multiple of it. A load
+// leaves out pairs that are not among begin .. end - 1.
+template <class T>
+struct Weighing {
+  static constexpr int kPairs = 1;
+  static void prepare(float*) {}
+  static void accumulate(Vec& sum, Vec weight, Vec value) { add_product(sum, weight, value); }
+  static void load_channels(const T* const* values, int pair, int, int, int element, Vec* out) {
+    load_two(values[pair] + element, out);
+  }
+  static Vec load_last(int count, const T* const* values, int pair, int, int, int channel) {
+    return load_first(count, values[pair] + channel);
+  }
+};
+
+#if defined(KVLLM_AVX512_BF16)
+// Weights are rounded to bfloat16, too; those of two pairs share a word.
+template <>
+struct Weighing<BFloat16> {
+  using Values = const BFloat16* const*;
+  static constexpr int kPairs = 2;
+  static void prepare(float* weights) {
+    for (int pair = 0; pair < kTilePairs; pair += 2 * kLanes) {
+      const __m512bh words = _mm512_cvtne2ps_pbh(load(weights + pair + kLanes), load(weights + pair));
+      store(weights + pair / 2, reinterpret_cast<__m512>(words));
+    }
+  }
+  static void accumulate(Vec& sum, Vec weight, Vec value) { BFloat16Product::accumulate(sum, weight, value); }
+  static void load_channels(Values values, int pair, int begin, int end, int element, Vec* out) {
+    constexpr __mmask32 kSecond = 0xaaaaaaaa;
+    const Vec zero = {}, first = pair < begin ? zero : load_pairs(values[pair] + element);
+    const Vec second = pair + 1 < end ? load_pairs(values[pair + 1] + element) : zero;
+    const __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
+    out[0] = _mm512_castsi512_ps(_mm512_mask_blend_epi16(kSecond, a, _mm512_slli_epi32(b, 16)));
+    out[1] = _mm512_castsi512_ps(_mm512_mask_blend_epi16(kSecond, _mm512_srli_epi32(a, 16), b));
+  }
+  static Vec load_last(int count, Values values, int pair, int begin, int end, int channel) {
+    const Vec zero = {}, first = pair < begin ? zero : load_first(count, values[pair] + channel);
+    return join_pairs(first, pair + 1 < end ? load_first(count, values[pair + 1] + channel) : zero);
+  }
+};
+#endif
+
 // sums[row][channels] += weights[row][begin .. end - 1] . values, for kVectors vectors of channels from `channel` on.
 // Meanwhile it prefetches those of `next`, unless that is null.
 template <class T, class Next, int kRows, int kVectors>
@@ -317,21 +359,24 @@ template <class T, class Next, int kRows, int kVectors>
     for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
   }
   if (is_codes<Next> && elements<Next>(channel) % kCacheLine != 0) next = nullptr;  // several blocks share a cache line
-  for (int pair = begin; pair < end; ++pair) {
+  constexpr int kPairs = Weighing<T>::kPairs;
+  for (int pair = begin / kPairs * kPairs; pair < end; pair += kPairs) {
     if (next != nullptr) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; v += kCacheLine / elements<Next>(kLanes * static_cast<int>(sizeof(Next)))) {
-        prefetch(next[pair] + elements<Next>(channel + v * kLanes));
+        for (int i = 0; i < kPairs; ++i) prefetch(next[pair + i] + elements<Next>(channel + v * kLanes));
       }
     }
     Vec value[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; v += 2) load_two(values[pair] + elements<T>(channel + v * kLanes), value + v);
+    for (int v = 0; v < kVectors; v += 2) {
+      Weighing<T>::load_channels(values, pair, begin, end, elements<T>(channel + v * kLanes), value + v);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec weight = broadcast(weights[r * kTilePairs + pair]);
+      const Vec weight = broadcast(weights[r * kTilePairs + pair / kPairs]);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) add_product(registers[r][v], weight, value[v]);
+      for (int v = 0; v < kVectors; ++v) Weighing<T>::accumulate(registers[r][v], weight, value[v]);
     }
   }
 #pragma GCC unroll 16
@@ -361,13 +406,14 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
            const Next* const* next) {
   int channel = weigh_blocks<T, Next, kRows, vector_block(kRows)>(weights, values, begin, end, 0, head_dim, sums, next);
   if constexpr (!is_codes<T>) {
+    constexpr int kPairs = Weighing<T>::kPairs;
     for (; channel < head_dim; channel += kLanes) {
       const int channels = minimum(kLanes, head_dim - channel);
       for (int r = 0; r < kRows; ++r) {
         Vec sum = load_first(channels, sums + r * head_dim + channel);
-        for (int pair = begin; pair < end; ++pair) {
-          const Vec value = load_first(channels, values[pair] + channel);
-          sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
+        for (int pair = begin / kPairs * kPairs; pair < end; pair += kPairs) {
+          const Vec value = Weighing<T>::load_last(channels, values, pair, begin, end, channel);
+          Weighing<T>::accumulate(sum, broadcast(weights[r * kTilePairs + pair / kPairs]), value);
         }
         store_first(channels, sums + r * head_dim + channel, sum);
       }
@@ -414,6 +460,8 @@ struct TileScores {
 // All queries of a tile against one tile of KV pairs after the other.
 template <class T, class KV>
 struct TileAttention {
+  using Value = typename KV::Value;
+
   const QueryTile& tile;
   const int head_dim;
   const TileScores<T, KV> products;
@@ -451,17 +499,21 @@ struct TileAttention {
       softmax(scores + r * kTilePairs, begin[r], valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
       parameters.values.apply_to_weights(scores + r * kTilePairs, begin[r], valid[r], head_dim, sums + r * head_dim);
+      Weighing<Value>::prepare(scores + r * kTilePairs);
     }
-    // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own.
-    const int all_begin = begin[kRows - 1], all_end = maximum(all_begin, valid[0]);  // of all queries
+    // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own. What all
+    // have are whole steps, so that the sums of each have the same ones beside any others.
+    constexpr int kPairs = Weighing<Value>::kPairs;
+    const int all_begin = (begin[kRows - 1] + kPairs - 1) / kPairs * kPairs;
+    const int all_end = maximum(all_begin, valid[0] / kPairs * kPairs);
     for (int r = 0; r < kRows; ++r) {
       if (begin[r] >= minimum(all_begin, valid[r])) continue;
       weigh<1>(scores + r * kTilePairs, pairs.values, begin[r], minimum(all_begin, valid[r]), head_dim,
                sums + r * head_dim, no_next);
     }
-    weigh<kRows>(scores, pairs.values, all_begin, valid[0], head_dim, sums, next_keys);
+    weigh<kRows>(scores, pairs.values, all_begin, all_end, head_dim, sums, next_keys);
     if (next != nullptr) {
-      prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
+      prefetch_vectors(next->keys, all_end, kTilePairs, head_dim);
       prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
     }
     for (int r = 0; r < kRows; ++r) {

@@ -12,6 +12,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("gelu_mul(Tensor gate_up) -> Tensor");
   m.def(
       "rotary_(Tensor(a!) qkv, Tensor positions, Tensor cos_sin, int num_q_heads, int num_kv_heads, int head_dim, "
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
@@ -49,13 +50,17 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("most_likely(Tensor logits) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
+  m.def("dequantize_rows(Tensor packed, Tensor scales, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
   m.def("add_adapters(Tensor(a!) product, Tensor x, Tensor rows, Tensor starts, Tensor[] downs, Tensor[] ups) -> ()");
-  m.def("make_decoder(Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps) -> Tensor");
+  m.def(
+      "make_decoder(Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps, bool float32, bool "
+      "gelu) -> Tensor");
   m.def(
       "add_decoder_layer(Tensor decoder, Tensor cos_sin, Tensor input_norm, Tensor qkv, Tensor? qkv_scales, Tensor? "
-      "qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor post_attention_norm, Tensor "
-      "gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
+      "qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor? attention_output_norm, Tensor "
+      "post_attention_norm, Tensor gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales, Tensor? "
+      "mlp_output_norm, int inner_size) -> ()");
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor[] slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "
@@ -74,6 +79,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&kvllm::rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&kvllm::add_rms_norm));
   m.impl("silu_mul", TORCH_BOX(&kvllm::silu_mul));
+  m.impl("gelu_mul", TORCH_BOX(&kvllm::gelu_mul));
   m.impl("rotary_", TORCH_BOX(&kvllm::rotary));
   m.impl("paged_attention", TORCH_BOX(&kvllm::paged_attention));
   m.impl("attention_mass", TORCH_BOX(&kvllm::attention_mass));
@@ -92,6 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("most_likely", TORCH_BOX(&kvllm::most_likely));
   m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
   m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
+  m.impl("dequantize_rows", TORCH_BOX(&kvllm::dequantize_rows));
   m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));
   m.impl("add_adapters", TORCH_BOX(&kvllm::add_adapters));
   m.impl("make_decoder", TORCH_BOX(&kvllm::make_decoder));

@@ -24,9 +24,11 @@ struct Layer {
   const void* query_norm;
   const void* key_norm;
   PackedMatrix output;
+  const void* attention_output_norm;  // null, as that of the MLP: what is added to the residual is not normalized
   const void* post_attention_norm;
   PackedMatrix gate_up;
   PackedMatrix down;
+  const void* mlp_output_norm;
 };
 
 // Memory of one stage, which grows with the largest step.
@@ -54,6 +56,7 @@ struct Decoder {
   int query_heads, kv_heads, head_dim;
   int64_t hidden_size, inner_size;
   float eps;
+  GatedActivation activation;
   Tensor final_norm;
   int64_t positions = 0;  // that the tables of rotations have
   std::vector<Layer> layers{};
@@ -61,6 +64,7 @@ struct Decoder {
 
   int64_t qkv_size() const { return static_cast<int64_t>(query_heads + 2 * kv_heads) * head_dim; }
   int64_t query_size() const { return static_cast<int64_t>(query_heads) * head_dim; }
+  ScalarType norm_dtype() const { return final_norm.scalar_type(); }
 };
 
 constexpr uint64_t kMagic = 0x4b764c4c4d646563;
@@ -180,6 +184,7 @@ class Pass {
   Pass(Decoder& decoder, int64_t rows, const int64_t* positions, float scale)
       : d_(decoder),
         kernels_(decoder.dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16),
+        norms_(kernels_.norms[decoder.norm_dtype() == decoder.dtype ? 0 : 1]),
         bytes_(decoder.dtype == ScalarType::Float ? 4 : 2),
         rows_(rows),
         positions_(positions),
@@ -231,8 +236,7 @@ class Pass {
     for_rows(rows_, width, body);
   }
 
-  const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer,
-                      const PackedMatrix* next) {
+  char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer, const PackedMatrix* next) {
     char* out = buffer.get(rows_ * weight.columns * bytes_);
     multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)), next);
     return out;
@@ -248,8 +252,8 @@ class Pass {
   char* normalize(const char* residual) {
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
-      kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
-                        end - begin, d_.hidden_size, d_.eps);
+      norms_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
+                      end - begin, d_.hidden_size, d_.eps);
     });
     return x;
   }
@@ -258,7 +262,7 @@ class Pass {
   void rotate(const Layer& layer, char* heads, int64_t width, int kv_heads) {
     const Rotary rotary{heads,    width,       positions_,       layer.cos_sin,  d_.query_heads,
                         kv_heads, d_.head_dim, layer.query_norm, layer.key_norm, d_.eps};
-    each_row(width, [&](int64_t begin, int64_t end) { kernels_.rotary(rotary, begin, end); });
+    each_row(width, [&](int64_t begin, int64_t end) { norms_.rotary(rotary, begin, end); });
   }
 
   // Stores keys and values, and returns the queries, in rows of qkv_size.
@@ -301,25 +305,30 @@ class Pass {
               const PackedMatrix* next_weight, char* out) {
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
-             layer.post_attention_norm, x);
+             layer.attention_output_norm, layer.post_attention_norm, x);
     const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
     char* activated = d_.activated.get(rows_ * d_.inner_size * bytes_);
     each_row(2 * d_.inner_size, [&](int64_t begin, int64_t end) {
-      kernels_.silu_mul(at(gate_up, begin, 2 * d_.inner_size), at(activated, begin, d_.inner_size), end - begin,
-                        d_.inner_size);
+      kernels_.gated[static_cast<int>(d_.activation)](at(gate_up, begin, 2 * d_.inner_size),
+                                                      at(activated, begin, d_.inner_size), end - begin, d_.inner_size);
     });
-    add_norm(residual, product(activated, layer.down, nullptr, d_.projected, next_weight), next_norm, out);
+    add_norm(residual, product(activated, layer.down, nullptr, d_.projected, next_weight), layer.mlp_output_norm,
+             next_norm, out);
   }
 
-  void add_norm(char* residual, const char* addend, const void* norm, char* out) {
-    each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
-      kernels_.add_rms_norm(at(residual, begin, d_.hidden_size), at(addend, begin, d_.hidden_size), norm,
-                            at(out, begin, d_.hidden_size), end - begin, d_.hidden_size, d_.eps);
+  // The addend is normalized first where it has a norm.
+  void add_norm(char* residual, char* addend, const void* addend_norm, const void* norm, char* out) {
+    const int64_t width = d_.hidden_size;
+    each_row(width, [&](int64_t begin, int64_t end) {
+      char* rows = at(addend, begin, width);
+      if (addend_norm != nullptr) norms_.rms_norm(rows, addend_norm, rows, end - begin, width, d_.eps);
+      norms_.add_rms_norm(at(residual, begin, width), rows, norm, at(out, begin, width), end - begin, width, d_.eps);
     });
   }
 
   Decoder& d_;
   const Kernels& kernels_;
+  const NormKernels& norms_;
   const int64_t bytes_;
   int64_t rows_;
   const int64_t* positions_;
@@ -435,18 +444,20 @@ CachedLayers cached_layers(const AttentionShape& shape, const PassTensors& of, c
 
 }  // namespace
 
-Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps) {
+Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps,
+                    bool float32, bool gelu) {
   kernels_for(final_norm, "final_norm");
   check_contiguous(final_norm, "final_norm", 1);
   auto* decoder = new Decoder{
       .magic = kMagic,
-      .dtype = final_norm.scalar_type(),
+      .dtype = float32 ? ScalarType::Float : ScalarType::BFloat16,
       .query_heads = static_cast<int>(query_heads),
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
       .hidden_size = final_norm.size(0),
       .inner_size = 0,
       .eps = static_cast<float>(eps),
+      .activation = gelu ? GatedActivation::kGelu : GatedActivation::kSilu,
       .final_norm = final_norm,
   };
   const auto free = [](void* memory) { delete static_cast<Decoder*>(memory); };
@@ -458,14 +469,18 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& cos_sin, const Tensor
                        const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
                        const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
                        const Tensor& output, const std::optional<Tensor>& output_scales,
-                       const Tensor& post_attention_norm, const Tensor& gate_up,
-                       const std::optional<Tensor>& gate_up_scales, const Tensor& down,
-                       const std::optional<Tensor>& down_scales, int64_t inner_size) {
+                       const std::optional<Tensor>& attention_output_norm, const Tensor& post_attention_norm,
+                       const Tensor& gate_up, const std::optional<Tensor>& gate_up_scales, const Tensor& down,
+                       const std::optional<Tensor>& down_scales, const std::optional<Tensor>& mlp_output_norm,
+                       int64_t inner_size) {
   Decoder& decoder = decoder_in(tensor);
-  const auto check_vector = [&](const Tensor& vector, const char* name, int64_t size) {
+  const auto check_vector = [&](const Tensor& vector, const char* name, int64_t size, ScalarType dtype) {
     check_contiguous(vector, name, 1);
-    check_dtype(vector, name, decoder.dtype);
+    check_dtype(vector, name, dtype);
     check_size(vector, name, 0, size);
+  };
+  const auto check_norm = [&](const std::optional<Tensor>& norm, const char* name, int64_t size) {
+    if (norm) check_vector(*norm, name, size, decoder.norm_dtype());
   };
   check_contiguous(cos_sin, "cos_sin", 2);
   check_dtype(cos_sin, "cos_sin", ScalarType::Float);
@@ -473,11 +488,13 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& cos_sin, const Tensor
   STD_TORCH_CHECK(decoder.layers.empty() || decoder.positions == cos_sin.size(0), "cos_sin has ", cos_sin.size(0),
                   " positions, not ", decoder.positions, " as in the layers before");
   decoder.positions = cos_sin.size(0);
-  check_vector(input_norm, "input_norm", decoder.hidden_size);
-  check_vector(post_attention_norm, "post_attention_norm", decoder.hidden_size);
-  if (qkv_bias) check_vector(*qkv_bias, "qkv_bias", decoder.qkv_size());
-  if (query_norm) check_vector(*query_norm, "query_norm", decoder.head_dim);
-  if (key_norm) check_vector(*key_norm, "key_norm", decoder.head_dim);
+  check_norm(input_norm, "input_norm", decoder.hidden_size);
+  check_norm(attention_output_norm, "attention_output_norm", decoder.hidden_size);
+  check_norm(post_attention_norm, "post_attention_norm", decoder.hidden_size);
+  check_norm(mlp_output_norm, "mlp_output_norm", decoder.hidden_size);
+  check_norm(query_norm, "query_norm", decoder.head_dim);
+  check_norm(key_norm, "key_norm", decoder.head_dim);
+  if (qkv_bias) check_vector(*qkv_bias, "qkv_bias", decoder.qkv_size(), decoder.dtype);
   Layer layer{
       .owned = {cos_sin, input_norm, qkv, output, post_attention_norm, gate_up, down},
       .cos_sin = cos_sin.const_data_ptr<float>(),
@@ -487,12 +504,14 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& cos_sin, const Tensor
       .query_norm = data_or_null(query_norm),
       .key_norm = data_or_null(key_norm),
       .output = PackedMatrix(output, output_scales, decoder.hidden_size),
+      .attention_output_norm = data_or_null(attention_output_norm),
       .post_attention_norm = post_attention_norm.data_ptr(),
       .gate_up = PackedMatrix(gate_up, gate_up_scales, 2 * inner_size),
       .down = PackedMatrix(down, down_scales, decoder.hidden_size),
+      .mlp_output_norm = data_or_null(mlp_output_norm),
   };
-  for (const auto& optional :
-       {qkv_bias, query_norm, key_norm, qkv_scales, output_scales, gate_up_scales, down_scales}) {
+  for (const auto& optional : {qkv_bias, query_norm, key_norm, attention_output_norm, mlp_output_norm, qkv_scales,
+                               output_scales, gate_up_scales, down_scales}) {
     if (optional) layer.owned.push_back(*optional);
   }
   for (const auto& [weight, name, depth] : {std::tuple{&layer.qkv, "qkv", decoder.hidden_size},

@@ -40,6 +40,11 @@ constexpr ProductKernels grouped_kernels() {
   return {quantize_groups<T, kOffset>, grouped_part_rows, grouped_product<T, kForm>};
 }
 
+template <class T, class W>
+constexpr NormKernels norm_kernels() {
+  return {rms_norm<T, W>, add_rms_norm<T, W>, rotary<T, W>};
+}
+
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.
 template <class T, class Score, class P>
 constexpr Kernels make_kernels() {
@@ -65,11 +70,9 @@ constexpr Kernels make_kernels() {
       .key_differences = key_differences<T>,
       .key_resemblance = key_resemblance<T>,
       .attention_mass = attention_mass<T, Score>,
-      .rms_norm = rms_norm<T>,
-      .add_rms_norm = add_rms_norm<T>,
+      .norms = {norm_kernels<T, T>(), norm_kernels<T, float>()},
       .largest = largest<T>,
-      .silu_mul = silu_mul<T>,
-      .rotary = rotary<T>,
+      .gated = {gated<T, silu>, gated<T, gelu>},
       .convolve = convolve<T>,
       .gated_delta = gated_delta<T>,
       .product = {widen_to<T, typename P::Operand>, part_rows, product<T, P>},
@@ -77,7 +80,8 @@ constexpr Kernels make_kernels() {
       .product_int4 = {quantize<T, 4>, part_rows, product<T, IntegerProduct<4>>},
       .product_grouped = {{grouped_kernels<T, GroupedForm::kNibbles, 8>(),
                            grouped_kernels<T, GroupedForm::kNibbles, 0>()},
-                          {grouped_kernels<T, GroupedForm::kBytes, 32>(), grouped_kernels<T, GroupedForm::kBytes, 0>()},
+                          {grouped_kernels<T, GroupedForm::kSixBits, 32>(),
+                           grouped_kernels<T, GroupedForm::kSixBits, 0>()},
                           {grouped_kernels<T, GroupedForm::kWide, kWideOffset>(),
                            grouped_kernels<T, GroupedForm::kWide, kWideOffset>()}},
   };

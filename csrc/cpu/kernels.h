@@ -141,6 +141,16 @@ struct Rotary {
   float eps;
 };
 
+// Float weights multiply before a result is rounded, which happens once; others are of the dtype of the rows.
+struct NormKernels {
+  void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
+  void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
+                       float eps);
+  void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
+};
+
+enum class GatedActivation { kSilu, kGelu };
+
 // Tokens of one sequence: rows of x `x_stride` apart, `out` [tokens, channels]. filter: [taps, channels], that of the
 // newest token last. inputs: [taps - 1, channels], those before the first token, then before the next one. silu: of the
 // results.
@@ -190,7 +200,7 @@ constexpr int64_t integer_blocks(int64_t depth, int64_t group) {
 
 // How weights with a scale of half precision for each group are held: integers of 4 bits, integers below 64 in a byte
 // each, or with a sign in all 8 bits. Those of the first two mean 8 or 32 less, unless groups have minimums.
-enum class GroupedForm { kNibbles, kBytes, kWide };
+enum class GroupedForm { kNibbles, kSixBits, kWide };
 constexpr int kGroupedForms = 3;
 
 // Operands of a product with such weights: a row has `depth` of 8 bits, then this for each group.
@@ -322,13 +332,12 @@ struct Kernels {
                          int num_keys, int head_dim, float scale, float soft_cap, const float* sinks, bool squared,
                          float* workspace, float* mass);
 
-  void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
-  void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
-                       float eps);
+  // With weights of the dtype, and of float.
+  NormKernels norms[2];
   // The first of the largest of numbers begin .. end - 1; the first NaN where there is one.
   Largest (*largest)(const void* numbers, int64_t begin, int64_t end);
-  void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
-  void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
+  // By the GatedActivation.
+  void (*gated[2])(const void* gate_up, void* out, int64_t rows, int64_t width);
   // See gated_delta_kernel.h: channels begin .. end - 1, and a head.
   void (*convolve)(const Convolution& arguments, int64_t begin, int64_t end);
   void (*gated_delta)(const GatedDelta& rule, float* workspace);

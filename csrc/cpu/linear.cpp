@@ -1,4 +1,6 @@
 // Products with weights that were packed when they were loaded, and the rows of such weights.
+#include <torch/headeronly/util/Half.h>
+
 #include <cstring>
 
 #include "linear.h"
@@ -43,18 +45,18 @@ struct OperandRow {
 PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scale_tensor, int64_t columns)
     : columns(columns), scales(nullptr), group_scales(nullptr), form(), minimums(false), group(0) {
   const bool halves = scale_tensor && scale_tensor->scalar_type() == ScalarType::Half;
-  const bool unsigned_bytes = tensor.scalar_type() == ScalarType::Byte && halves;
+  const bool six_bits = tensor.scalar_type() == ScalarType::Byte && halves;
   const bool nibbles = tensor.scalar_type() == ScalarType::Int;
-  const bool bytes = tensor.scalar_type() == ScalarType::Char || unsigned_bytes;
-  form = nibbles ? GroupedForm::kNibbles : unsigned_bytes ? GroupedForm::kBytes : GroupedForm::kWide;
+  const bool bytes = tensor.scalar_type() == ScalarType::Char || six_bits;
+  form = nibbles ? GroupedForm::kNibbles : six_bits ? GroupedForm::kSixBits : GroupedForm::kWide;
   if (!nibbles && !bytes) kernels_for(tensor, "packed");
-  bits = nibbles ? 4 : 8 * static_cast<int>(tensor.element_size());
+  bits = nibbles ? 4 : six_bits ? 6 : 8 * static_cast<int>(tensor.element_size());
   check_contiguous(tensor, "packed", nibbles ? 3 : 4);
   check_size(tensor, "packed", 2, kTileColumns);
   if (!nibbles) check_size(tensor, "packed", 3, channels_per_word(tensor));
   tiles = tensor.size(0);
   words = tensor.size(1);
-  depth = words * (32 / bits);
+  depth = words * 32 / bits;
   data = static_cast<char*>(tensor.mutable_data_ptr());
   STD_TORCH_CHECK(columns > (tiles - 1) * kTileColumns && columns <= tiles * kTileColumns, columns,
                   " columns do not fill the ", tiles, " tiles of packed");
@@ -91,6 +93,18 @@ PackedMatrix PackedMatrix::first_columns(int64_t count) const {
 
 char* PackedMatrix::row(int64_t row) const {
   return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
+}
+
+int PackedMatrix::integer(const char* row, int64_t channel) const {
+  const auto byte = [&](int64_t word) {
+    return static_cast<uint8_t>(row[word * kTileRowBytes + channel % kWordBytes]);
+  };
+  if (form == GroupedForm::kWide) return static_cast<int8_t>(byte(channel / 4));
+  const int excess = minimums ? 0 : bits == 4 ? 8 : 32;
+  if (form == GroupedForm::kNibbles) return ((byte(channel / 8) >> channel / 4 % 2 * 4) & 15) - excess;
+  const int64_t sixteen = channel / 16 * 3, place = channel / 4 % 4;
+  if (place < 3) return (byte(sixteen + place) & 63) - excess;
+  return ((byte(sixteen) >> 6) | (byte(sixteen + 1) >> 6) << 2 | (byte(sixteen + 2) >> 6) << 4) - excess;
 }
 
 int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows) {
@@ -159,16 +173,47 @@ Tensor pack_weight(const Tensor& weight) {
   return packed;
 }
 
-Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
-  const PackedMatrix from(packed, std::nullopt, packed.size(0) * kTileColumns);
+namespace {
+
+const int64_t* check_rows(const Tensor& indices, const PackedMatrix& weight) {
   check_contiguous(indices, "indices", 1);
   check_dtype(indices, "indices", ScalarType::Long);
-  const int64_t count = indices.size(0);
   const int64_t* index = indices.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(index[i] >= 0 && index[i] < from.tiles * kTileColumns, "row ", index[i], " is not among the ",
-                    from.tiles * kTileColumns, " rows of packed");
+  for (int64_t i = 0; i < indices.size(0); ++i) {
+    STD_TORCH_CHECK(index[i] >= 0 && index[i] < weight.columns, "row ", index[i], " is not among the ", weight.columns,
+                    " rows of packed");
   }
+  return index;
+}
+
+}  // namespace
+
+Tensor dequantize_rows(const Tensor& packed, const Tensor& scales, const Tensor& indices) {
+  const PackedMatrix from(packed, scales, packed.size(0) * kTileColumns);
+  STD_TORCH_CHECK(from.group_scales != nullptr, "scales have not half precision: they are not those of small groups");
+  const int64_t* index = check_rows(indices, from);
+  const int64_t count = indices.size(0), groups = from.depth / from.group, numbers = from.minimums ? 2 : 1;
+  Tensor out = empty(static_cast<int32_t>(ScalarType::Float), {count, from.depth});
+  float* into = out.mutable_data_ptr<float>();
+  for_rows(count, from.depth, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const char* row = from.row(index[i]);
+      const auto* of_tile = reinterpret_cast<const torch::headeronly::Half*>(from.group_scales) +
+                            index[i] / kTileColumns * groups * numbers * kTileColumns + index[i] % kTileColumns;
+      for (int64_t channel = 0; channel < from.depth; ++channel) {
+        const auto* scale = of_tile + channel / from.group * numbers * kTileColumns;
+        const float product = static_cast<float>(from.integer(row, channel)) * static_cast<float>(*scale);
+        into[i * from.depth + channel] = from.minimums ? product - static_cast<float>(scale[kTileColumns]) : product;
+      }
+    }
+  });
+  return out;
+}
+
+Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
+  const PackedMatrix from(packed, std::nullopt, packed.size(0) * kTileColumns);
+  const int64_t* index = check_rows(indices, from);
+  const int64_t count = indices.size(0);
   Tensor out = empty_like(packed, {count, from.depth});
   char* into = static_cast<char*>(out.mutable_data_ptr());
   for_rows(count, from.depth, [&](int64_t begin, int64_t end) {

@@ -7,8 +7,9 @@ namespace kvllm {
 
 // A packed weight: `[tiles, words, kTileColumns, channels of a word]`, of float32, bfloat16 or int8; or of int32
 // without the last dimension, where a word is eight integers of 4 bits, the lowest bits first. With scales of half
-// precision it has a GroupedForm: int32 kNibbles, in whose words channel i + 4 shares a byte with channel i, uint8
-// kBytes, int8 kWide.
+// precision it has a GroupedForm: int32 kNibbles, in whose words channel i + 4 shares a byte with channel i; uint8
+// kSixBits, of which three words are sixteen channels: four of these in six bits of each, and the last four in the two
+// others of all three, the lowest ones first; int8 kWide.
 struct PackedMatrix {
   int bits;
   int64_t tiles, words, depth, columns;
@@ -30,6 +31,9 @@ struct PackedMatrix {
 
   // The first word of a row of the weight; the next ones follow at a distance of kTileRowBytes.
   char* row(int64_t row) const;
+
+  // The integer of a channel that has a GroupedForm, in a row whose first word is `row`.
+  int integer(const char* row, int64_t channel) const;
 };
 
 // Bytes of a row of the weight that lie together.

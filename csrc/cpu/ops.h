@@ -25,6 +25,7 @@ using torch::stable::Tensor;
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor add_rms_norm(const Tensor& residual, const Tensor& x, const Tensor& weight, double eps);
 Tensor silu_mul(const Tensor& gate_up);
+Tensor gelu_mul(const Tensor& gate_up);
 void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, int64_t num_query_heads,
             int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& query_weight,
             const std::optional<Tensor>& key_weight, double eps);
@@ -84,6 +85,8 @@ Tensor most_likely(const Tensor& logits);
 Tensor pack_weight(const Tensor& weight);
 // Rows of a packed weight: `[indices]` -> `[indices, in]`.
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
+// The same of integers in groups (kvllm/models/grouped_weights.py), as the float numbers that they mean.
+Tensor dequantize_rows(const Tensor& packed, const Tensor& scales, const Tensor& indices);
 // `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`. A weight of integers has scales:
 // `[out / 16, groups, 16]`, each for a group of channels of a row (kvllm/models/quantize.py).
 // Adds the products of adapters to that of a matrix, product `[T, columns]` of x `[T, depth]`: for adapter i of tokens
@@ -95,14 +98,17 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
                      const std::optional<Tensor>& bias, int64_t out_features);
 
 // An opaque tensor that holds a decoder without layers, and is freed with it.
-Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps);
+// `float32`: its activations are, else bfloat16. `gelu`: the MLPs' activation is, else SiLU.
+Tensor make_decoder(const Tensor& final_norm, int64_t query_heads, int64_t kv_heads, int64_t head_dim, double eps,
+                    bool float32, bool gelu);
 void add_decoder_layer(const Tensor& decoder, const Tensor& cos_sin, const Tensor& input_norm, const Tensor& qkv,
                        const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
                        const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
                        const Tensor& output, const std::optional<Tensor>& output_scales,
-                       const Tensor& post_attention_norm, const Tensor& gate_up,
-                       const std::optional<Tensor>& gate_up_scales, const Tensor& down,
-                       const std::optional<Tensor>& down_scales, int64_t inner_size);
+                       const std::optional<Tensor>& attention_output_norm, const Tensor& post_attention_norm,
+                       const Tensor& gate_up, const std::optional<Tensor>& gate_up_scales, const Tensor& down,
+                       const std::optional<Tensor>& down_scales, const std::optional<Tensor>& mlp_output_norm,
+                       int64_t inner_size);
 // residual: the embedded tokens, overwritten. key_cache, value_cache: of all places. slots, last_kv_index,
 // block_tables: of each part of KV groups; window_start: of the first ones, whose windows are scored. layer_parts,
 // layer_places, sliding_windows: of each layer, the part that it belongs to, its place in a block, and its window, 0

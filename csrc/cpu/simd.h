@@ -95,6 +95,8 @@ inline Vec join_pairs(Vec first, Vec second) {
 
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
 using Words = __m512i;
@@ -155,6 +157,14 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
+inline Words high_bits(Words x, Words y, Words z) {
+  const Words first = _mm512_and_si512(_mm512_srli_epi16(x, 6), _mm512_set1_epi8(3));
+  const Words second = _mm512_and_si512(_mm512_srli_epi16(y, 4), _mm512_set1_epi8(12));
+  const Words third = _mm512_and_si512(_mm512_srli_epi16(z, 2), _mm512_set1_epi8(48));
+  return _mm512_or_si512(first, _mm512_or_si512(second, third));
+}
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
@@ -197,8 +207,13 @@ inline Vec load_halves(const uint16_t* p) {
 inline Words low_halves(Words x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
 inline Words high_halves(Words x) { return _mm512_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }
+inline void store_bytes(int8_t* p, Words x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+inline int32_t reduce_add(Words x) { return _mm512_reduce_add_epi32(x); }
 inline void store_rounded(int16_t* p, Vec x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(to_integers(x)));
 }
 
 inline void transpose(Vec rows[kLanes]) {
@@ -303,6 +318,8 @@ inline float reduce_max(Vec x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
 using Words = __m256i;
@@ -357,6 +374,14 @@ inline Words load_bytes(const uint8_t* p) {
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
+inline Words high_bits(Words x, Words y, Words z) {
+  const Words first = _mm256_and_si256(_mm256_srli_epi16(x, 6), _mm256_set1_epi8(3));
+  const Words second = _mm256_and_si256(_mm256_srli_epi16(y, 4), _mm256_set1_epi8(12));
+  const Words third = _mm256_and_si256(_mm256_srli_epi16(z, 2), _mm256_set1_epi8(48));
+  return _mm256_or_si256(first, _mm256_or_si256(second, third));
+}
 inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
@@ -383,8 +408,18 @@ inline Vec load_halves(const uint16_t* p) {
 inline Words low_halves(Words x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
 inline Words high_halves(Words x) { return _mm256_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) { return _mm256_cvtps_epi32(x); }
+inline void store_bytes(int8_t* p, Words x) {
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
+inline int32_t reduce_add(Words x) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
 inline void store_rounded(int16_t* p, Vec x) {
-  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m256i words = to_integers(x);
   const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(words, words), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(halves));
 }
@@ -498,6 +533,11 @@ inline float reduce_max(Vec x) {
   const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
 }
+// Whether a number of a is more than that of b.
+inline bool any_greater(Vec a, Vec b) {
+  const Bits greater = a > b;
+  return (greater[0] | greater[1] | greater[2] | greater[3]) != 0;
+}
 
 // kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
 using Words = Bits;
@@ -547,6 +587,11 @@ inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >>
 // Words of four integers of 8 bits: of four bits of each byte of x.
 inline Words low_nibbles(Words x) { return x & 0x0f0f0f0f; }
 inline Words high_nibbles(Words x) { return low_nibbles(x >> 4); }
+// Of six bits of each byte of x; and of the two others of bytes of three words, the first ones lowest.
+inline Words low_six_bits(Words x) { return x & 0x3f3f3f3f; }
+inline Words high_bits(Words x, Words y, Words z) {
+  return (x >> 6 & 0x03030303) | (y >> 4 & 0x0c0c0c0c) | (z >> 2 & 0x30303030);
+}
 inline Words add_words(Words a, Words b) { return a + b; }
 // sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
 // below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
@@ -592,9 +637,21 @@ inline void store_sums_of_four(const Words* x, int32_t* out) {
 inline Words low_halves(Words x) { return x & 15; }
 inline Words high_halves(Words x) { return x >> 4; }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline Words to_integers(Vec x) {
+  typedef uint32_t Unsigned __attribute__((vector_size(16)));
+  constexpr uint32_t kBits = 0x4b400000;  // of 1.5 * 2^23: what is added to these is the integer
+  return reinterpret_cast<Words>(reinterpret_cast<Unsigned>(x + broadcast(12582912.0f)) - kBits);
+}
+inline void store_bytes(int8_t* p, Words x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(x[i]);
+}
+inline int32_t reduce_add(Words x) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x[0]) + static_cast<uint32_t>(x[1]) + static_cast<uint32_t>(x[2]) +
+                              static_cast<uint32_t>(x[3]));
+}
 inline void store_rounded(int16_t* p, Vec x) {
-  const Bits bits = reinterpret_cast<Bits>(x + broadcast(12582912.0f));  // 1.5 * 2^23: its low bits become the integer
-  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(bits[i]);
+  const Words words = to_integers(x);
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(words[i]);
 }
 
 inline void transpose(Vec rows[kLanes]) {

@@ -24,9 +24,10 @@ from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
 
 
-def _compilable(attention: SelfAttention, mlp: GatedMLP) -> bool:
+def _compilable(layer: DecoderLayer, attention: SelfAttention, mlp: GatedMLP) -> bool:
     """Whether the compiled operator computes these parts: packed weights, no bias but that of queries, keys, values."""
-    if any(part.bias is not None for part in (attention.o, mlp.gate_up, mlp.down)):
+    biased = any(part.bias is not None for part in (attention.o, mlp.gate_up, mlp.down))
+    if biased or type(layer).finish is not DecoderLayer.finish:
         return False
     weights = [part.weight for part in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     return all(weight.packed is not None and not weight.sums and weight.order is None for weight in weights)
@@ -92,10 +93,9 @@ class Decoder:
         layers = [
             (layer, layer.attention, layer.mlp)
             for layer in self.layers
-            if type(layer) is DecoderLayer
-            and type(layer.attention) is SelfAttention
+            if type(layer.attention) is SelfAttention
             and type(layer.mlp) is GatedMLP
-            and _compilable(layer.attention, layer.mlp)
+            and _compilable(layer, layer.attention, layer.mlp)
         ]
         whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
         self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None

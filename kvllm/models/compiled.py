@@ -27,12 +27,18 @@ class CompiledLayers:
     def __init__(
         self, layers: Sequence[tuple[DecoderLayer, SelfAttention, GatedMLP]], final_norm: torch.Tensor, eps: float
     ) -> None:
-        first = layers[0][1]
+        _, first, mlp = layers[0]
         self._num_layers = len(layers)
         self._run = operator("run_decoder")
         self._queries = operator("decoder_queries")
         self._decoder = operator("make_decoder")(
-            final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
+            final_norm,
+            first.qkv.num_query_heads,
+            first.qkv.num_kv_heads,
+            first.head_dim,
+            eps,
+            first.qkv.weight.tensor.dtype == torch.float32,
+            mlp.gelu,
         )
         for each in layers:
             self._add(*each)
@@ -49,11 +55,13 @@ class CompiledLayers:
             attention.k_norm,
             attention.o.weight.packed,
             attention.o.weight.scales,
+            layer.attention_output_norm,
             layer.post_attention_norm,
             mlp.gate_up.weight.packed,
             mlp.gate_up.weight.scales,
             mlp.down.weight.packed,
             mlp.down.weight.scales,
+            layer.mlp_output_norm,
             mlp.down.weight.in_features,
         )
 

@@ -34,14 +34,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     A weight of float32 for an `x` of 16 bits multiplies before the result is rounded, which happens once.
     """
-    if _is_wider(weight, x):
+    if _widens(weight, x):
         return rms_norm(x.float(), weight, eps).to(x.dtype)
     return _implementation("rms_norm", x.device.type)(x, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the RMSNorm of the sum, as `rms_norm`; both `[T, D]`."""
-    if _is_wider(weight, x):
+    if _widens(weight, x):
         return rms_norm(residual.add_(x), weight, eps)
     return _implementation("add_rms_norm", x.device.type)(residual, x, weight, eps)
 
@@ -53,8 +53,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of `[T, 2 * I]`, gate in the first half -> `[T, I]`; GELU by its approximation with tanh."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return operator("gelu_mul")(gate_up) if gate_up.is_cpu else torch_gelu_mul(gate_up)
 
 
 def rotary(
@@ -77,7 +76,7 @@ def rotary(
     q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None. Of the dtype of `qkv`,
         or of float32 (`rms_norm`).
     """
-    if q_weight is not None and k_weight is not None and _is_wider(q_weight, qkv):
+    if q_weight is not None and k_weight is not None and _widens(q_weight, qkv):
         queries, keys = num_query_heads * head_dim, num_kv_heads * head_dim
         _normalize_heads(qkv[:, :queries], q_weight, eps)
         _normalize_heads(qkv[:, queries : queries + keys], k_weight, eps)
@@ -107,6 +106,11 @@ def torch_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def torch_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def torch_rotary(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -128,6 +132,6 @@ def torch_rotary(
         heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
 
-def _is_wider(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a weight of float32 belongs to an `x` of 16 bits."""
-    return weight.dtype == torch.float32 != x.dtype
+def _widens(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a weight of float32 belongs to an `x` of 16 bits, and no operator computes with both."""
+    return weight.dtype == torch.float32 != x.dtype and not x.is_cpu

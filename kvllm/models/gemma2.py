@@ -12,7 +12,6 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, refuse
-from kvllm.models.elementwise import add_rms_norm, gelu_mul, rms_norm
 from kvllm.models.parts import DecoderLayer, GatedMLP
 from kvllm.models.windows import has_effect, named_layers
 
@@ -39,14 +38,6 @@ class Gemma2Keys(GemmaKeys, kw_only=True):
     final_logit_softcapping: float | None = 30.0
 
 
-class GemmaMLP(GatedMLP):
-    """`down(gelu(gate(x)) * up(x))`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        return self.down.forward(gelu_mul(self.gate_up.forward(x)))
-
-
 class GemmaLayer(DecoderLayer):
     """A layer whose parts have a norm in front of them and one after."""
 
@@ -64,13 +55,6 @@ class GemmaLayer(DecoderLayer):
             "pre_feedforward_layernorm": self.post_attention_norm,
             "post_feedforward_layernorm": self.mlp_output_norm,
         }
-
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
-        x = rms_norm(self.attention.finish(attended), self.attention_output_norm, self.eps)
-        x = add_rms_norm(residual, x, self.post_attention_norm, self.eps)
-        x = rms_norm(self.mlp.forward(x), self.mlp_output_norm, self.eps)
-        assert next_norm is not None
-        return add_rms_norm(residual, x, next_norm, self.eps)
 
 
 def read_gemma(keys: GemmaKeys, sliding: Sequence[bool]) -> dict[str, Any]:
@@ -107,8 +91,8 @@ def read(keys: Gemma2Keys) -> dict[str, Any]:
     return read_gemma(keys, [i % 2 == 0 for i in range(keys.num_hidden_layers)])
 
 
-def make_mlp(layer: int, *arguments: Any) -> GemmaMLP:
-    return GemmaMLP(*arguments)
+def make_mlp(layer: int, *arguments: Any) -> GatedMLP:
+    return GatedMLP(*arguments, gelu=True)
 
 
 build = partial(build_decoder, make_mlp=make_mlp, make_layer=GemmaLayer)

@@ -18,9 +18,9 @@ from kvllm.errors import CheckpointError
 from kvllm.models.base import Decoder, Family
 from kvllm.models.config import ConfigKeys, ModelConfig, check_size, refuse
 from kvllm.models.elementwise import add_rms_norm, rms_norm
-from kvllm.models.gemma2 import GELU, GemmaLayer, GemmaMLP
+from kvllm.models.gemma2 import GELU, GemmaLayer
 from kvllm.models.layers import LMHead, QKVLinear, VocabEmbedding, Weight, whole
-from kvllm.models.parts import SelfAttention, norm_weight
+from kvllm.models.parts import GatedMLP, SelfAttention, norm_weight, normalized
 from kvllm.models.rope import FULL, SLIDING, TopKeys, read_rope
 from kvllm.models.rotary import rotary_table
 from kvllm.models.two_sizes import HeadSizes, TwoSizes
@@ -360,9 +360,9 @@ class Gemma4Layer(GemmaLayer):
             self.input_gate.allocate(packing)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
-        x = rms_norm(self.attention.finish(attended), self.attention_output_norm, self.eps)
+        x = normalized(self.attention.finish(attended), self.attention_output_norm, self.eps)
         x = add_rms_norm(residual, x, self.post_attention_norm, self.eps)
-        residual.add_(rms_norm(self.mlp.forward(x), self.mlp_output_norm, self.eps))
+        residual.add_(normalized(self.mlp.forward(x), self.mlp_output_norm, self.eps))
         if self.input_gate:
             residual.add_(self.input_gate.forward(residual, self.number))
         residual.mul_(self.scalar)
@@ -434,7 +434,8 @@ def build(
             keys_are_values=sizes.keys_are_values and not slides,
         )
         wide = sizes.wide and not owns
-        mlp = GemmaMLP(config, shard, dtype, device, inner=config.intermediate_size * (2 if wide else 1))
+        inner = config.intermediate_size * (2 if wide else 1)
+        mlp = GatedMLP(config, shard, dtype, device, inner=inner, gelu=True)
         layers.append(Gemma4Layer(number, inputs, config, attention, mlp, dtype, device))
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
     head = LMHead(embedding, config.tie_word_embeddings or not config.generates, shard)

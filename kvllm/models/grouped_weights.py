@@ -13,7 +13,8 @@ DTYPES = {4: torch.int32, 6: torch.uint8, 8: torch.int8}
 
 def packed_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
     """Of the integers that `pack_groups` makes, which have a dtype of DTYPES."""
-    return (tiles, in_features // 8, TILE) if form.bits == 4 else (tiles, in_features // WORD, TILE, WORD)
+    words = in_features * form.bits // (8 * WORD)
+    return (tiles, words, TILE) if form.bits == 4 else (tiles, words, TILE, WORD)
 
 
 def scales_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
@@ -28,14 +29,16 @@ def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tens
     last tile is filled up with zeros.
     """
     held = rows.held_as(form)
+    words = held.values.view(torch.uint8).unflatten(1, (-1, WORD))
     if form.bits == 4:
-        low, high = held.values.view(torch.uint8).unflatten(1, (-1, 2, WORD)).unbind(2)
-        words = (low | high << 4).view(torch.int32)
-    else:
-        words = held.values.view(DTYPES[form.bits]).unflatten(1, (-1, WORD))
+        low, high = words.unflatten(1, (-1, 2)).unbind(2)
+        words = (low | high << 4).view(torch.int32).squeeze(2)
+    elif form.bits == 6:
+        first, last = words.unflatten(1, (-1, WORD)).split((3, 1), 2)
+        words = (first | last >> torch.tensor([[0], [2], [4]], dtype=torch.uint8) << 6).flatten(1, 2)
     numbers = [held.scales] if held.minimums is None else [held.scales, held.minimums]
     scales = torch.stack(numbers, 2).to(torch.float16)
-    return _tiled(words.squeeze(2) if form.bits == 4 else words, 1), _tiled(scales, 2)
+    return _tiled(words.view(DTYPES[form.bits]), 1), _tiled(scales, 2)
 
 
 def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
@@ -44,15 +47,3 @@ def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
     if missing:
         rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
     return rows.unflatten(0, (-1, TILE)).movedim(1, place + 1)
-
-
-def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, form: GroupForm, indices: torch.Tensor) -> torch.Tensor:
-    """Rows `indices` (int64 `[T]`) of the matrix: float32 `[T, in_features]`."""
-    tile, place = indices // TILE, indices % TILE
-    words, numbers = packed[tile, :, place].contiguous(), scales[tile, :, :, place].float()
-    if form.bits == 4:
-        both = words.view(torch.uint8).unflatten(1, (-1, 1, WORD))
-        words = torch.cat((both & 15, both >> 4), 2)
-    values = words.flatten(1).unflatten(1, (-1, form.group)).float() - form.offset
-    weights = values * numbers[:, :, :1]
-    return (weights - numbers[:, :, 1:] if form.minimums else weights).flatten(1)

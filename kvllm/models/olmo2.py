@@ -67,7 +67,7 @@ class Olmo2Layer(DecoderLayer):
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         residual.add_(rms_norm(self.attention.finish(attended), self.post_attention_norm, self.eps))
-        residual.add_(rms_norm(self.mlp.forward(residual), self.mlp_output_norm, self.eps))
+        residual.add_(normalized(self.mlp.forward(residual), self.mlp_output_norm, self.eps))
         return normalized(residual, next_norm, self.eps)
 
 

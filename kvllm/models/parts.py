@@ -11,7 +11,7 @@ import torch
 
 from kvllm.attention.context import Attention
 from kvllm.models.config import ModelConfig
-from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
+from kvllm.models.elementwise import add_rms_norm, gelu_mul, rms_norm, rotary, silu_mul
 from kvllm.models.layers import MergedColumnLinear, QKVLinear, RowLinear, Weight, whole
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -52,9 +52,9 @@ class TokenMixer(Protocol):
         ...
 
 
-def normalized(residual: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The input of a layer `[T, hidden_size]`: the residual, which may be the same tensor, or its RMSNorm."""
-    return residual if norm is None else rms_norm(residual, norm, eps)
+def normalized(x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`[T, hidden_size]`: its RMSNorm, or `x` itself where there is no norm."""
+    return x if norm is None else rms_norm(x, norm, eps)
 
 
 class SelfAttention:
@@ -161,7 +161,7 @@ class MLP(Protocol):
 
 
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`.
+    """`down(silu(gate(x)) * up(x))`, or that with GELU.
 
     inner: its size, if not `config.intermediate_size`. name, names, down: of the part and of its projections in a
         checkpoint. fused: the name of one tensor of gate and up projection, if there is one.
@@ -179,8 +179,10 @@ class GatedMLP:
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         fused: str | None = None,
         down: str = "down_proj",
+        gelu: bool = False,
     ) -> None:
         self.name = name
+        self.gelu = gelu
         self._down = down
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         fused = fused or ("gate_up_proj" if config.fused_projections else None)
@@ -196,11 +198,18 @@ class GatedMLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        return self.down.forward(silu_mul(self.gate_up.forward(x)))
+        gate_up = self.gate_up.forward(x)
+        return self.down.forward(gelu_mul(gate_up) if self.gelu else silu_mul(gate_up))
 
 
 class DecoderLayer:
-    """One layer: attention, then the MLP, each after a norm and added to the residual."""
+    """One layer: attention, then the MLP, each after a norm and added to the residual.
+
+    attention_output_norm, mlp_output_norm: `[hidden_size]`, norms of what is added, or None.
+    """
+
+    attention_output_norm: torch.Tensor | None = None
+    mlp_output_norm: torch.Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, attention: TokenMixer, mlp: MLP, dtype: torch.dtype, device: torch.device
@@ -239,6 +248,8 @@ class DecoderLayer:
             None: the next layer has none, and reads the residual.
         Returns the normalized input of the next layer `[T, hidden_size]`.
         """
-        x = add_rms_norm(residual, self.attention.finish(attended), self.post_attention_norm, self.eps)
+        x = normalized(self.attention.finish(attended), self.attention_output_norm, self.eps)
+        x = add_rms_norm(residual, x, self.post_attention_norm, self.eps)
+        x = normalized(self.mlp.forward(x), self.mlp_output_norm, self.eps)
         assert next_norm is not None
-        return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)
+        return add_rms_norm(residual, x, next_norm, self.eps)

@@ -203,7 +203,7 @@ class LinearWeight:
         if self.packed is None:
             return F.embedding(indices, self.tensor)
         if self.scales is not None and self.form is not None:
-            return grouped_weights.dequantize_rows(self.packed, self.scales, self.form, indices).to(self.tensor.dtype)
+            return operator("dequantize_rows")(self.packed, self.scales, indices).to(self.tensor.dtype)
         if self.scales is not None:
             return dequantize_rows(self.packed, self.scales, indices).to(self.tensor.dtype)
         return operator("unpack_rows")(self.packed, indices)

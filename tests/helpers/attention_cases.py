@@ -239,7 +239,23 @@ def assert_each_layer_has_its_own_holes(name: str) -> None:
 def assert_bits_of_a_row_do_not_depend_on_the_batch(
     group: int, dtype: torch.dtype, layer: LayerAttention = PLAIN, **options
 ) -> None:
-    case = with_options(make_case(MIXED + EDGES, group=group, dtype=dtype, **options), layer)
+    _assert_rows_alone(with_options(make_case(MIXED + EDGES, group=group, dtype=dtype, **options), layer))
+
+
+def assert_bits_of_sums_that_cancel(dtype: torch.dtype) -> None:
+    """Every third query has weights of 1 for values whose sum is little but its rounding."""
+    case = make_case([list(range(100))], group=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    two = 4 * torch.randint(-120, 121, (33, 2, KV_HEADS, 64), generator=generator)
+    values = torch.cat((two, -two.sum(1, keepdim=True)), 1).flatten(0, 1)
+    values = torch.cat((1e-4 * torch.randn(1, KV_HEADS, 64, generator=generator), values)).to(dtype)
+    entries = torch.arange(100)
+    slots = case.batch.block_tables[0].long()[entries // 16] * 16 + entries % 16
+    TorchOperations(case.cache).store(0, case.keys[0], values, slots)
+    _assert_rows_alone(replace(case, queries=torch.zeros_like(case.queries)))
+
+
+def _assert_rows_alone(case: Case) -> None:
     together = case.run()
     for sequence in range(len(case.keys)):
         rows = case.rows(sequence)

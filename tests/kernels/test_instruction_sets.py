@@ -22,6 +22,7 @@ from tests.helpers import group_checks, product_checks, recurrent_checks
 from tests.helpers.attention_cases import (
     MIXED,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
+    assert_bits_of_sums_that_cancel,
     assert_later_entries_stay_hidden,
     assert_matches_dense,
     make_case,
@@ -30,12 +31,13 @@ from tests.helpers.attention_cases import (
 from tests.helpers.caches import head_dim_for
 from tests.helpers.elementwise_checks import (
     EPS,
+    assert_activations_of_extreme_gates,
     assert_bfloat16_rounds_to_even,
     assert_bits_of_a_row_do_not_depend_on_the_others,
+    assert_gated_activations,
     assert_most_likely_is_argmax,
+    assert_norms_with_weights_of_float32,
     assert_rotary_in_bfloat16,
-    assert_silu_mul_is_swiglu,
-    assert_silu_of_extreme_gates,
 )
 from tests.helpers.event_checks import (
     assert_choices,
@@ -62,6 +64,7 @@ def check_attention() -> None:
             assert_matches_dense(evicted_mask, "cpu")
         for group in (1, 3, 4):
             assert_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)
+        assert_bits_of_sums_that_cancel(dtype)
         assert_later_entries_stay_hidden(dtype)
 
 
@@ -107,13 +110,14 @@ def check_elementwise() -> None:
         assert_same_rounding(elementwise.rms_norm(x, weight, EPS), elementwise.torch_rms_norm(x, weight, EPS))
         expected = elementwise.torch_add_rms_norm(residual.clone(), x, weight, EPS)
         assert_same_rounding(elementwise.add_rms_norm(residual, x, weight, EPS), expected)
-        assert_silu_mul_is_swiglu(11, 143, dtype)
+        assert_gated_activations(11, 143, dtype)
         assert_most_likely_is_argmax(dtype)
-    assert_silu_of_extreme_gates()
+    assert_activations_of_extreme_gates()
     recurrent_checks.assert_all(operator("short_convolution"), operator("gated_delta_rule"))
     for kv_heads in (0, 2):
-        for normalize in (False, True):
-            assert_rotary_in_bfloat16(kv_heads, normalize)
+        for weights_dtype in (None, torch.bfloat16, torch.float32):
+            assert_rotary_in_bfloat16(kv_heads, weights_dtype)
+    assert_norms_with_weights_of_float32()
     assert_bits_of_a_row_do_not_depend_on_the_others()
     assert_bfloat16_rounds_to_even()
 

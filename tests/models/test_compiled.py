@@ -27,6 +27,8 @@ CASES = {
     "sliding": ("mistral", {"sliding_window": 8}),
     "multipliers": ("granite", MULTIPLIERS),
     "two rotations": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "four norms": ("glm4", {"pad_token_id": 0}),
+    "float32 norms": ("gemma3_text", {"sliding_window": 8}),
 }
 """Families, with options of their checkpoints."""
 

@@ -56,7 +56,8 @@ def test_a_form_that_two_share_holds_the_same_weights(own: GroupForm, other: Gro
         (GroupForm(4), 4.5),
         (GroupForm(4, minimums=True), 5),
         (GroupForm(4, 16), 5),
-        (GroupForm(6, 16), 9),
+        (GroupForm(6, 16), 7),
+        (GroupForm(6, minimums=True), 7),
         (GroupForm(8), 8.5),
     ],
 )
