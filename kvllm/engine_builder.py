@@ -66,8 +66,8 @@ def build_engine(args: EngineArgs) -> Engine:
         device = workers.device if workers else local_device(args)
         check_device(args, device)
         _check_recall(config, device)
-        if args.async_scheduling is None:
-            config = structs.replace(config, async_scheduling=device == "cuda")
+        plans_ahead = device == "cuda" if args.async_scheduling is None else args.async_scheduling
+        config = structs.replace(config, async_scheduling=plans_ahead)
         free = workers.available_memory if workers else available_memory(device, 1)
         sizes = pool_sizes(args, config, shape, shape.bytes_per_block + draft_block_bytes(args), device, free)
         settings = runner_settings(

@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 STREAMS = 6
-TOKENS = 250
+TOKENS = 1000
 
 
 def stream(server: ServerProcess) -> tuple[str, int]:
