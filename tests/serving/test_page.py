@@ -274,6 +274,7 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     page.locator(".answer").nth(0).locator("text=Answer again").click()
     page.click("button:text-is('Stop')")
     page.wait_for_selector(".branches >> text=2/2")
+    page.wait_for_selector("button:text-is('Send')")
     settled(page)
     assert page.locator(".answer").count() == 1
     page.click("[aria-label='Earlier version']")
@@ -282,6 +283,7 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     assert (page.locator(".prose").first.text_content() or "").strip() == "y"
     page.locator(".question").nth(1).locator("text=Edit").click()
     page.fill(".editor", "a better question")
+    settled(page)
     page.keyboard.press("Enter")
     page.click("button:text-is('Stop')")
     shows_questions(page, "x", "a better question")
@@ -899,7 +901,7 @@ def test_a_request_is_opened_and_cancelled(monitor: Page, load: Load) -> None:
     rows = monitor.locator("#requests tbody tr")
     row = rows.filter(has=monitor.locator("[data-label=Windows]", has_text=re.compile("^[1-9]"))).last
     name = row.locator("button.link").inner_text()
-    row.locator("button.link").focus()
+    rows.locator("button.link", has_text=name).focus()  # the last row may be another one by now
     monitor.keyboard.press("Enter")
     monitor.wait_for_selector("#detail .strip rect")
     settled(monitor)
