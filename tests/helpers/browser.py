@@ -13,18 +13,30 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+EXECUTABLES = {
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "firefox": ("firefox-esr", "firefox"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chromium": {"args": ["--no-sandbox"]},
+    # A stock Firefox, over WebDriver BiDi, which emulates no media: dark and without motion in all tests.
+    "firefox": {
+        "channel": "moz-firefox",
+        "firefox_user_prefs": {"ui.systemUsesDarkTheme": 1, "ui.prefersReducedMotion": 1},
+    },
+}
+BROWSERS = ("chromium", pytest.param("firefox", marks=pytest.mark.long))
 
 
 @contextmanager
-def open_browser() -> Iterator[Browser]:
-    """Chromium without a window; skips the test where there is none."""
+def open_browser(name: str = "chromium") -> Iterator[Browser]:
+    """Chromium or Firefox without a window; skips the test where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-    executable = next(filter(None, map(shutil.which, NAMES)), None)
+    executable = next(filter(None, map(shutil.which, EXECUTABLES[name])), None)
     if executable is None:
-        pytest.skip(f"needs a browser: one of {', '.join(NAMES)}")
+        pytest.skip(f"needs a browser: one of {', '.join(EXECUTABLES[name])}")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        browser = getattr(driver, name).launch(executable_path=executable, **OPTIONS[name])
         yield browser
         browser.close()
 

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.browser import open_browser
+from tests.helpers.browser import BROWSERS, open_browser
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.firefox import open_firefox
 from tests.helpers.server import ServerProcess
 from tests.helpers.slow_link import slow_link
 from tests.helpers.tokenizers import byte_level
 from tests.helpers.waiting import wait_until
 
-Evaluate = Callable[[str], Any]
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 DELAY, BYTES_PER_SECOND = 0.1, 200_000
 QUESTION = "where are you?"
 GROWN = "(document.querySelectorAll('.prose')[0]?.textContent.length ?? 0)"
-
-
-@contextmanager
-def chromium(url: str) -> Iterator[Evaluate]:
-    with open_browser() as browser:
-        page = browser.new_page()
-        page.goto(url)
-        yield page.evaluate
-
-
-@contextmanager
-def firefox(url: str) -> Iterator[Evaluate]:
-    with open_firefox() as found:
-        found.go(url)
-        yield found.evaluate
 
 
 @pytest.fixture
@@ -48,58 +33,50 @@ def start(tmp_path: Path) -> Callable[[], ServerProcess]:
     return partial(ServerProcess, str(tmp_path), "--num-gpu-blocks-override", "240", "--served-model-name", "tiny")
 
 
-def ask(evaluate: Evaluate, text: str) -> None:
-    evaluate(
-        f"(field => {{ field.value = {text!r}; field.form.requestSubmit(); }})(document.querySelector('#composer'))"
-    )
-
-
-def settings(evaluate: Evaluate, **values: int) -> None:
+def settings(page: Page, **values: int) -> None:
     """Bring in a conversation that has them, and nothing else."""
-    file = json.dumps({"kvllm": 1, "conversations": [{"settings": values, "messages": {}}]})
-    evaluate(f"""(text => {{
-      const data = new DataTransfer(), input = document.querySelector("#import");
-      data.items.add(new File([text], "chats.json"));
-      input.files = data.files;
-      input.dispatchEvent(new Event("change"));
-    }})({file!r})""")
+    file = json.dumps({"kvllm": 1, "conversations": [{"settings": values, "messages": {}}]}).encode()
+    page.set_input_files("#import", {"name": "chats.json", "mimeType": "application/json", "buffer": file})
 
 
-@pytest.mark.parametrize("browser", [chromium, pytest.param(firefox, marks=pytest.mark.long)])
-def test_a_slow_network_and_a_restart(
-    start: Callable[[], ServerProcess], browser: Callable[[str], Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", BROWSERS)
+def test_a_slow_network_and_a_restart(start: Callable[[], ServerProcess], name: str) -> None:
     first = start()
-    with slow_link(first.url, DELAY, BYTES_PER_SECOND) as link, browser(link.url) as evaluate:
+    with slow_link(first.url, DELAY, BYTES_PER_SECOND) as link, open_browser(name) as browser:
+        page = browser.new_page()
+        page.goto(link.url)
+        send, composer, answer = page.locator(".composer .primary"), page.locator("#composer"), page.locator(".answer")
 
-        def wait_for(expression: str, seconds: float = 30) -> None:
-            wait_until(
-                lambda: evaluate(expression) is True, expression, seconds, lambda: evaluate("document.body.innerText")
-            )
+        def wait_for(expression: str) -> None:
+            wait_until(lambda: page.evaluate(expression), expression, 30, lambda: page.inner_text("body"))
 
-        wait_for("!!document.querySelector('.welcome h2')")
-        settings(evaluate, temperature=0, max_tokens=200)
+        page.wait_for_selector(".welcome h2")
+        settings(page, temperature=0, max_tokens=200)
         wait_for("document.querySelectorAll('.chats li').length === 1")
-        ask(evaluate, QUESTION)
+        composer.fill(QUESTION)
+        composer.press("Enter")
         wait_for(f"{GROWN} > 0 && document.querySelector('.composer .primary').textContent === 'Stop'")  # it streams
-        wait_for("document.querySelector('.composer .primary').textContent === 'Send'")
-        assert evaluate("document.querySelector('.answer .actions').textContent.includes('200 tokens')")
+        page.wait_for_selector("button:text-is('Send')")
+        assert "200 tokens" in answer.locator(".actions").inner_text()
 
-        settings(evaluate, temperature=0, max_tokens=3000)
+        settings(page, temperature=0, max_tokens=3000)
         wait_for("document.querySelectorAll('.chats li').length === 2")
-        ask(evaluate, QUESTION)
+        composer.fill(QUESTION)
+        composer.press("Enter")
         wait_for(f"{GROWN} > 100")
         first.process.kill()
-        told = "The server cannot be reached. The page tries again by itself."
-        wait_for(f"document.querySelector('.composer .problem')?.textContent === {told!r}")
-        assert evaluate("document.querySelector('.composer .primary').disabled")
+        page.wait_for_selector(
+            ".composer .problem >> text=The server cannot be reached. The page tries again by itself."
+        )
+        assert send.is_disabled()
         second = start()
         link.target = second.url
-        wait_for("document.querySelector('.answer .problem')?.textContent.includes('it was restarted') ?? false")
+        problem = answer.locator(".problem", has_text="it was restarted")
+        problem.wait_for()
         wait_for(f"{GROWN} > 100 && !document.querySelector('.composer .problem')")
-        evaluate("document.querySelector('.answer .problem button').click()")
+        problem.locator("button").click()
         wait_for(f"{GROWN} > 100 && !document.querySelector('.problem')")
-        evaluate("document.querySelector('.composer .primary').click()")
-        wait_for("document.querySelector('.conversation').textContent.includes('Stopped.')")
+        send.click()
+        page.wait_for_selector("text=Stopped.")
         assert second.stop() == 0
     first.stop()
