@@ -42,6 +42,7 @@ class ForwardPass:
         self.operations = worker.operations
         self.device = worker.device
         self.features = worker.features
+        self._readers = [feature for feature in worker.features if feature.reads_hidden]
         self.samples = samples
         self.reports = PromptReports(self.model, samples=samples)
         self.inputs = InputPreparer(worker.tables, self.device, worker.features)
@@ -93,12 +94,11 @@ class ForwardPass:
         attention = attention or self._attention(inputs, attends)
         last = None if batch.only_decodes else to_device(batch.last_tokens, self.device)
         # On a GPU, a product may have other bits with another number of rows; on a CPU it has not.
-        readers = [feature for feature in self.features if feature.reads_hidden]
-        all_wanted = self.device.type != "cpu" or bool(self.reports.pending or readers)
+        all_wanted = self.device.type != "cpu" or bool(self.reports.pending or self._readers)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, attention, None if all_wanted else last)
         if self.reports.pending:
             self.reports.add(plan, batch.states, hidden)
-        for feature in readers:
+        for feature in self._readers:
             feature.computed(batch, positions, hidden)
         if all_wanted and last is not None:
             hidden = hidden[last]
