@@ -28,9 +28,9 @@ GROWN = "(document.querySelectorAll('.prose')[0]?.textContent.length ?? 0)"
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[[], ServerProcess]:
     tokenizer = byte_level("chat").hf
-    make_checkpoint(tmp_path, "qwen3", vocab_size=len(tokenizer), max_position_embeddings=4096)
+    make_checkpoint(tmp_path, "qwen3", vocab_size=len(tokenizer), max_position_embeddings=32768)
     tokenizer.save_pretrained(tmp_path)
-    return partial(ServerProcess, str(tmp_path), "--num-gpu-blocks-override", "240", "--served-model-name", "tiny")
+    return partial(ServerProcess, str(tmp_path), "--num-gpu-blocks-override", "2000", "--served-model-name", "tiny")
 
 
 def settings(page: Page, **values: int) -> None:
@@ -59,7 +59,7 @@ def test_a_slow_network_and_a_restart(start: Callable[[], ServerProcess], name: 
         page.wait_for_selector("button:text-is('Send')")
         assert "200 tokens" in answer.locator(".actions").inner_text()
 
-        settings(page, temperature=0, max_tokens=3000)
+        settings(page, temperature=0, max_tokens=30000)
         wait_for("document.querySelectorAll('.chats li').length === 2")
         composer.fill(QUESTION)
         composer.press("Enter")
