@@ -13,7 +13,7 @@ from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.residual import ResidualStep
 
 
-class CpuBackend(AttentionBackend):
+class CpuBackend(AttentionBackend[AttentionBatch]):
     """Reads keys and values in place, any block size; sums are in float32. See `registry.why_not_cpu`."""
 
     name = "cpu"

@@ -30,7 +30,7 @@ class TritonPlan:
     kept: KeptScores | None
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(AttentionBackend[TritonPlan]):
     """See `registry.why_not_triton` for what it can do.
 
     Sequences with one query token and with several go to different kernels, which find their own: no length is read

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from kvllm._extension import has_cuda_operators, operator
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan
 from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.worker.features.base import PassAttention, StepFeature, WorkerParts
+from kvllm.worker.features.base import PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
 from kvllm.worker.transfer import to_device
 from kvllm.worker.windows import Move, PartWindows
@@ -60,11 +60,13 @@ class AttentionMass(StepFeature):
     def fork(self, parent: int, child: int) -> None:
         self.mass[:, child] = self.mass[:, parent]
 
-    def save(self, table_slot: int) -> torch.Tensor:
-        return self.mass[:, table_slot].cpu().clone()
+    def save(self, table_slot: int) -> Restore:
+        saved = self.mass[:, table_slot].cpu().clone()
 
-    def restore(self, table_slot: int, saved: torch.Tensor) -> None:
-        self.mass[:, table_slot] = saved.to(self.mass.device)
+        def restore(table_slot: int) -> None:
+            self.mass[:, table_slot] = saved.to(self.mass.device)
+
+        return restore
 
     def add(self, layer: int, table_slot: int, mass: torch.Tensor) -> None:
         """mass: float32 `[kv_heads, n]`, of a sequence's first n pairs."""
@@ -110,28 +112,44 @@ class AttentionMass(StepFeature):
             mass[:, :, start : start + moved.shape[-1]] = moved
 
 
-class ObservingBackend(AttentionBackend):
+class ObservedSequence(NamedTuple):
+    """Query tokens `begin .. end - 1` of a pass. length: KV pairs that the last one attends. last_kv_index: `[T]`."""
+
+    table_slot: int
+    begin: int
+    end: int
+    length: int
+    last_kv_index: torch.Tensor
+
+
+class ObservingBackend(AttentionBackend[tuple[Plan, AttentionBatch, list[ObservedSequence]]], Generic[Plan]):
     """A backend whose attention mass is added up by a second product of queries and keys."""
 
     name = "observing"
 
-    def __init__(self, backend: AttentionBackend, operations: KVOperations, mass: AttentionMass) -> None:
+    def __init__(self, backend: AttentionBackend[Plan], operations: KVOperations, mass: AttentionMass) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.operations = operations
         self.mass = mass
 
-    def plan(self, batch: AttentionBatch) -> Any:
+    def plan(self, batch: AttentionBatch) -> tuple[Plan, AttentionBatch, list[ObservedSequence]]:
         assert batch.table_slots is not None
         starts, last_kv_index = batch.query_start_loc.tolist(), batch.last_kv_index.long()
         lengths = (last_kv_index + 1).tolist()
         sequences = [
-            (table_slot, begin, end, lengths[end - 1], last_kv_index[begin:end])
+            ObservedSequence(table_slot, begin, end, lengths[end - 1], last_kv_index[begin:end])
             for table_slot, (begin, end) in zip(batch.table_slots.tolist(), pairwise(starts), strict=True)
         ]
         return self.backend.plan(batch), batch, sequences
 
-    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        plan: tuple[Plan, AttentionBatch, list[ObservedSequence]],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         inner, batch, sequences = plan
         softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
         for i, (table_slot, begin, end, length, last_kv_index) in enumerate(sequences):

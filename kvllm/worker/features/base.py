@@ -71,6 +71,8 @@ class PassAttention:
 
 
 Attend = Callable[[PassAttention], None]
+Restore = Callable[[int], None]
+"""Called with a table slot."""
 
 
 class StepFeature(ABC):
@@ -158,7 +160,7 @@ class StepFeature(ABC):
 
     def fork(self, parent: int, child: int) -> None:
         """A sequence branches after a pass, before it was ever compressed."""
-        self.restore(child, self.save(parent))
+        self.save(parent)(child)
 
     def reports(self, plan: StepPlan) -> bool:
         """Whether it is asked to add to the result of a plan, which is then made before the next one changes
@@ -170,11 +172,9 @@ class StepFeature(ABC):
 
     # Sequences that go to the host and come back
 
-    def save(self, table_slot: int) -> Any:
-        """All that is known of a sequence, for `restore`."""
-
-    def restore(self, table_slot: int, saved: Any) -> None:
-        """A sequence that has started goes on as it was."""
+    def save(self, table_slot: int) -> Restore:
+        """Copy all that is known of a sequence. What this returns lets one that has started go on as it was."""
+        return lambda table_slot: None
 
     def close(self) -> None:
         """No plan comes any more."""

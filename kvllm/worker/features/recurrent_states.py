@@ -13,7 +13,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateChanges, StateShape
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
@@ -106,11 +106,9 @@ class RecurrentFeature(StepFeature):
         else:
             self.states.copy(self.first_copy + start.state_row, table_slot)
 
-    def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states.save(table_slot)
-
-    def restore(self, table_slot: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.states.restore(table_slot, saved)
+    def save(self, table_slot: int) -> Restore:
+        saved = self.states.save(table_slot)
+        return lambda table_slot: self.states.restore(table_slot, saved)
 
     def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
         if is_new:

@@ -13,7 +13,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.residual import ResidualStep
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 
@@ -51,11 +51,13 @@ class KVResidual(StepFeature):
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.first[table_slot] = start.logical_length
 
-    def save(self, table_slot: int) -> tuple[int, torch.Tensor]:
-        return int(self.first[table_slot]), self.pairs[:, :, table_slot].clone()
+    def save(self, table_slot: int) -> Restore:
+        first, pairs = self.first[table_slot], self.pairs[:, :, table_slot].clone()
 
-    def restore(self, table_slot: int, saved: tuple[int, torch.Tensor]) -> None:
-        self.first[table_slot], self.pairs[:, :, table_slot] = saved
+        def restore(table_slot: int) -> None:
+            self.first[table_slot], self.pairs[:, :, table_slot] = first, pairs
+
+        return restore
 
     def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         """Put back what wrong drafts have overwritten: the next tokens attend it."""
