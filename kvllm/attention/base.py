@@ -90,7 +90,7 @@ class AttentionBatch:
         The pairs of the query tokens follow.
     table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. Padding
         shares one that belongs to no sequence.
-    mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention
+    mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `adds_mass` adds the attention
         probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
     window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
         tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
@@ -133,7 +133,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     captures_chunks: the same for sequences of any number of query tokens.
     plans_on_host: a graph holds `run` alone, and `before_replay` plans the step that it is about to compute.
-    observes: `run` adds to `AttentionBatch.mass`.
+    adds_mass: `run` adds to `AttentionBatch.mass`.
     scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
     """
 
@@ -141,7 +141,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     capturable: bool = False
     captures_chunks: bool = False
     plans_on_host: bool = False
-    observes: bool = False
+    adds_mass: bool = False
     scores_windows: bool = False
 
     def __init__(

@@ -41,7 +41,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
     name = "triton"
     capturable = True
     captures_chunks = True
-    observes = True
+    adds_mass = True
     scores_windows = True
 
     def __init__(

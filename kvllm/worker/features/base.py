@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.kvcache.cache import CacheShape
@@ -127,9 +128,8 @@ class StepFeature(ABC):
     def before_choice(self, job: CompressionJob, blocks: np.ndarray) -> None:
         """Survivors are about to be chosen in the first part. blocks: ids of the region's."""
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
-        """Those among `kvllm.compression.registry.INPUTS` that come from it, with a row for each window in the first
-        layer, then in the next."""
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
+        """Those that come from it, with a row for each window in the first layer, then in the next."""
         return {}
 
     def read_fields(self, table_slots: list[int]) -> dict[str, torch.Tensor]:

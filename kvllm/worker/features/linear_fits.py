@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.methods.linear_scorer import num_features
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
 from kvllm.worker.features.base import StepFeature, WorkerParts
@@ -34,5 +35,5 @@ class LinearFits(StepFeature):
     def reset(self) -> None:
         self.fits = [LinearFit() for _ in self.fits]
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         return {"fits": [self.fits[layer] for layer in layers]}

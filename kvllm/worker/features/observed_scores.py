@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Self
+from typing import Generic, Self
 
 import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan, ScoredChunk, ScoreWindows
 from kvllm.compression.mass import Softmax, batched_attention_mass
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows
@@ -127,9 +128,9 @@ class ObservedScores(StepFeature):
         is_survivor = index < kv_length - uncovered
         return np.where(is_survivor, PRIOR + uncovered, kv_length - index).astype(np.float32)
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         num_scored = windows.size - self.num_unscored
-        found: dict[str, Any] = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
+        found: MethodInputs = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
         if self.reselects:
             kv_lengths = windows.part.tables.kv_lengths(windows.table_slots).tolist()
             pairs = zip(windows.windows, kv_lengths, strict=True)

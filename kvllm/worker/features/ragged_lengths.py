@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 
+from kvllm.compression.registry import MethodInputs
 from kvllm.core.protocol import SequenceStart
 from kvllm.kvcache.cache import CacheShape
 from kvllm.worker.features.base import Restore, StepFeature, WorkerParts
@@ -77,7 +78,7 @@ class RaggedLengths(StepFeature):
             "head_lengths": to_device(self.head_lengths[:, table_slots], self.device),
         }
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         evicted = self.evicted_mask(layers[0], windows.table_slots, windows.starts, windows.size)
         return {"capacity": windows.windows[0].retain, "evicted_mask": evicted}
 
