@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from msgspec import structs
@@ -239,10 +239,19 @@ def _load_here(
     return LLMEngine(config, executor, **options, step_cost=step_cost), loaded
 
 
+class RequestOptions(TypedDict):
+    """The parts of an engine that read requests and end them."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    grammars: GrammarChecker
+    adapters: Adapters | None
+
+
 def _request_options(
     args: EngineArgs, settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker
-) -> dict[str, Any]:
-    """The parts of an engine that read requests and end them."""
+) -> RequestOptions:
     model = settings.model
     return {
         "vocab_size": model.vocab_size,

@@ -6,12 +6,14 @@ from bisect import bisect_left
 from copy import copy
 from itertools import zip_longest
 from struct import Struct as Packing
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
 from kvllm.durations import Durations
 
+MemoryField = Literal["method_state_bytes", "kv_residual_bytes", "recurrent_state_bytes"]
+"""Fields of memory beside the KV pool."""
 SIZES = (
     "num_blocks",
     "block_bytes",

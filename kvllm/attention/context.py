@@ -49,7 +49,7 @@ class AttentionContext(Generic[Plan]):
         assert self.slot_mapping is not None
         self.operations.store(layer, keys, values, self.slot_mapping)
         if self.residual:
-            self.residual.held = keys, values
+            self.residual.new_pairs = keys, values
 
     def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape.

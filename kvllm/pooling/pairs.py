@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from kvllm.control_tokens import encode_marked, mark_messages
@@ -52,7 +53,7 @@ class Pairs:
         pairs = zip(every, documents, strict=True)
         self.requests = [self._request(*pair, params, chat_template) for pair in pairs]
 
-    def scores(self, found: Sequence[Any]) -> list[float]:
+    def scores(self, found: Sequence[torch.Tensor]) -> list[float]:
         """One for each document, from what the requests gave."""
         if not self._embeds:
             return [float(each) for each in found]

@@ -149,14 +149,14 @@ class StepInputs:
         copy.on_host = self
         return copy
 
-    def take(self, others: StepInputs) -> None:
+    def take(self, source: StepInputs) -> None:
         """Become copies of inputs on the host whose block tables may have fewer columns. What the columns after them
         hold stays. Nobody waits for that."""
-        self.on_host = others
+        self.on_host = source
         [begin] = [begin for name, _, _, begin, _ in self.shape.layout() if name == "block_tables_0"]
-        self.memory[:begin].copy_(others.memory[:begin], non_blocking=True)
-        for part, other in zip(self.parts, others.parts, strict=True):
-            part.block_tables[:, : other.block_tables.shape[1]].copy_(other.block_tables, non_blocking=True)
+        self.memory[:begin].copy_(source.memory[:begin], non_blocking=True)
+        for part, given in zip(self.parts, source.parts, strict=True):
+            part.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables, non_blocking=True)
 
     def _part(self, index: int) -> PartInputs:
         block_tables = cast(torch.Tensor, getattr(self, f"block_tables_{index}"))

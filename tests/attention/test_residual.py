@@ -62,7 +62,7 @@ class Held:
             torch.stack([case.originals[s][plane][i] for s, i in zip(of_token.tolist(), index[tokens], strict=True)])
             for plane in range(2)
         ]
-        step.held = news[0], news[1]
+        step.new_pairs = news[0], news[1]
         backend = CpuBackend(case.cache, case.queries.shape[1], case.scale, (case.options,))
         return backend.run(0, case.queries[tokens], backend.plan(replace(batch, residual=step)), case.sinks)
 

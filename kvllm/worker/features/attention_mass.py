@@ -18,6 +18,7 @@ from kvllm.core.protocol import SequenceStart
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
 from kvllm.worker.transfer import to_device
@@ -49,7 +50,7 @@ class AttentionMass(StepFeature):
         return feature
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         if not config.adds_mass:
             return {}
         pairs = (config.max_num_seqs + 1) * config.max_model_len

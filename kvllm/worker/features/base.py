@@ -21,6 +21,7 @@ from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.lora.product import AdapterRows
 from kvllm.models.base import Decoder
+from kvllm.stats import MemoryField
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -97,7 +98,7 @@ class StepFeature(ABC):
         """The feature, if the options ask for it."""
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         """Memory of a rank that it takes beside the pool, by the field of EngineStats that counts it."""
         return {}
 

@@ -10,6 +10,7 @@ from kvllm.compression.methods.linear_scorer import num_features
 from kvllm.compression.registry import MethodInputs
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.windows import PartWindows
 
@@ -26,7 +27,7 @@ class LinearFits(StepFeature):
         return cls(worker.shape.num_layers) if compression and compression.spec.learns else None
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         if config.active_compression is None or not config.active_compression.spec.learns:
             return {}
         of_layer = LinearFit.bytes_for(shape.num_kv_heads, num_features(shape.head_dim))

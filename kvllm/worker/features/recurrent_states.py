@@ -13,6 +13,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateChanges, StateShape
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -52,7 +53,7 @@ class RecurrentFeature(StepFeature):
         return cls(shape, worker.config, worker.device) if shape else None
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         size = shape.recurrent.bytes_per_sequence if shape.recurrent else 0
         return {"recurrent_state_bytes": _num_rows(config) * size}
 

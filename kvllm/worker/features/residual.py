@@ -13,6 +13,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.residual import ResidualStep
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -44,7 +45,7 @@ class KVResidual(StepFeature):
         return cls(worker.shape, config.kv_residual_tokens, config.max_num_seqs)
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         vectors = shape.num_layers * 2 * config.max_num_seqs * config.kv_residual_tokens * shape.num_kv_heads
         return {"kv_residual_bytes": vectors * shape.head_dim * shape.dtype.itemsize}
 
