@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvllm.errors import CheckpointError, RequestError
-from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.files.checkpoint import open_checkpoint
+from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, find_tokenizer, load_tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import KINDS, byte_level, sentencepiece_like
 
@@ -70,7 +71,7 @@ def pieces_of(
 def test_loading_says_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         load_tokenizer(tmp_path / "absent")
-    assert not has_tokenizer(tmp_path)
+    assert find_tokenizer(tmp_path) is None
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids"):
         load_tokenizer(tmp_path)
 
@@ -85,7 +86,7 @@ def test_a_tokenizer_without_its_vocabulary_is_not_loaded(tmp_path):
 @pytest.mark.parametrize("broken", ["", "{", "{}"])
 def test_a_broken_tokenizer_is_reported(tmp_path, broken):
     (tmp_path / "tokenizer.json").write_text(broken)
-    assert has_tokenizer(tmp_path)
+    assert open_checkpoint(tmp_path).has_tokenizer()
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
 
