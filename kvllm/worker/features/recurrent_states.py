@@ -119,7 +119,7 @@ class RecurrentFeature(StepFeature):
         for fields in attention.fields:
             fields.pop(SLOTS)  # which attention itself has no use for
         inputs = attention.inputs
-        attention.recurrent = RecurrentStep(self.states, getattr(inputs, SLOTS), inputs.query_start_loc)
+        attention.recurrent = RecurrentStep(self.states, inputs.by_name[SLOTS], inputs.query_start_loc)
 
 
 def _num_rows(config: EngineConfig) -> int:
