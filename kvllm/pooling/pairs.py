@@ -20,7 +20,7 @@ class Pairs:
 
     queries: as many as documents, or one for all of them.
     chat_template: what a reranker's prompt is made of, from messages of the roles "query" and "document"; None: the
-        query, and the document right behind it.
+        query, then the document.
 
     Raises RequestError for what cannot be computed.
     """

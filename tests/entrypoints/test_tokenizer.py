@@ -254,7 +254,7 @@ def test_marked_spaces_and_byte_fallback(words, skip, step):
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
-    """The text behind the whole characters of the prompt's text, in the text of both."""
+    """The text after the whole characters of the prompt's text, in the text of both."""
     heads = (tokenizer.decode(prompt[: len(prompt) - cut], skip_special_tokens=skip) for cut in range(4))
     whole = next(head for head in heads if not head.endswith("\ufffd"))
     text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
@@ -288,7 +288,7 @@ def test_the_prompts_text_and_the_pieces_are_the_text(any_tokenizer):
 
 @pytest.mark.parametrize("end", [[], ["<s>"], ["</s>", "<s>"]], ids=str)
 def test_special_tokens_at_the_end_of_a_prompt(end):
-    """They have no text, so the words before and behind them stay apart as in the text of all tokens."""
+    """They have no text, so the words before and after them stay apart as in the text of all tokens."""
     tokenizer = sentencepiece_like()
     once, upon, *special = tokenizer.hf.convert_tokens_to_ids(["▁Once", "▁upon", *end])
     assert "".join(pieces_of(tokenizer, [upon], True, 1, [once, *special])) == " upon"

@@ -35,7 +35,7 @@ BLOCK_SIZE = 8
 
 
 def compression_config(method: str, policy: str, **options: Any) -> CompressionConfig:
-    """Small, with odd numbers: most events move entries behind the region, or end within a block."""
+    """Small, with odd numbers: most events move entries after the region, or end within a block."""
     sizes = {
         "threshold": {"threshold_tokens": 44, "budget_tokens": 25},
         "periodic": {"period": 4, "window_blocks": 2, "retain_tokens": 9},
