@@ -76,11 +76,6 @@ class DraftCounts(Struct):
         for position in range(right):
             self.right[position] += 1
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a sequence got in a step with a draft, the one that the model adds among them."""
-        return 1 + sum(self.right) / self.drafts if self.drafts else 1.0
-
     def __add__(self, other: DraftCounts) -> DraftCounts:
         right = [mine + theirs for mine, theirs in zip_longest(self.right, other.right, fillvalue=0)]
         return DraftCounts(self.drafts + other.drafts, self.tokens + other.tokens, right)
