@@ -131,7 +131,7 @@ class BeamSearch:
 
 
 def begin_search(engine: Engine, prompt: Prompt, params: BeamSearchParams) -> tuple[str | None, BeamSearch]:
-    """The text of a prompt, if there is one, and the search behind it. Raises RequestError as `add_request` does."""
+    """The text of a prompt, if there is one, and its search. Raises RequestError as `add_request` does."""
     text, token_ids = engine.inputs.tokens_of(prompt)
     engine.inputs.check(token_ids, SamplingParams())
     max_tokens = min(params.max_tokens, engine.config.max_model_len - len(token_ids))

@@ -27,7 +27,7 @@ class TextMarker:
         self._longest = max(map(len, spellings), default=0)
 
     def mark(self, value: Any) -> Any:
-        """The value, with a mark behind the first character of each spelling in its texts and keys, and behind the
+        """The value, with a mark after the first character of each spelling in its texts and keys, and after the
         beginning of one at the end of a text: templates join parts."""
         if isinstance(value, str):
             return self._mark_text(value)

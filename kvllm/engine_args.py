@@ -60,7 +60,6 @@ SIZES: dict[str, tuple[int, int]] = {
 }
 """The smallest and the largest value of each."""
 CODE = "code of a checkpoint is never run: KvLLM has the models that docs/models.md lists"
-ONE_MODEL = "there is one model, whole"
 TEXT = "models read and write text alone"
 REFUSED: Refused = {
     "trust_remote_code": ((False,), CODE),

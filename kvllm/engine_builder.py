@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from msgspec import structs
@@ -22,7 +22,7 @@ from kvllm.parallel import SingleRank
 from kvllm.pool_sizes import PoolSizes, pool_sizes
 from kvllm.start_report import report_start
 from kvllm.structured.checker import GrammarChecker
-from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from kvllm.worker.adapter_weights import adaptable_shapes
 from kvllm.worker.build import (
     Loaded,
@@ -56,7 +56,7 @@ def build_engine(args: EngineArgs) -> Engine:
         raise ConfigError(
             f'{args.path} is run for embeddings, scores or classes: use LLM, or kvllm serve, or give runner="generate"'
         )
-    config, shape = args.engine_config, cache_shape(args)
+    config, shape, draft_bytes = args.engine_config, cache_shape(args), draft_block_bytes(args)
     tokenizer = read_tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
@@ -69,7 +69,7 @@ def build_engine(args: EngineArgs) -> Engine:
         plans_ahead = device == "cuda" if args.async_scheduling is None else args.async_scheduling
         config = structs.replace(config, async_scheduling=plans_ahead)
         free = workers.available_memory if workers else available_memory(device, 1)
-        sizes = pool_sizes(args, config, shape, shape.bytes_per_block + draft_block_bytes(args), device, free)
+        sizes = pool_sizes(args, config, shape, shape.bytes_per_block + draft_bytes, device, free)
         settings = runner_settings(
             args, sizes.config, tokenizer, args.gpu_memory_utilization if sizes.measured else None
         )
@@ -79,17 +79,17 @@ def build_engine(args: EngineArgs) -> Engine:
             check_pool(engine.config)  # of the size that was found
         if isinstance(engine, LLMEngine) and args.kv_offloading_path is not None:
             engine.step()  # by which it learns what is on the disk
-        _count_memory(engine, args, sizes, shape.bytes_per_block)
+        _count_memory(engine, sizes, shape.bytes_per_block, draft_bytes, args.data_parallel_size)
         report_start(args, settings, engine, device, loaded, shape.bytes_per_block)
         started.pop_all()
     return engine
 
 
-def _count_memory(engine: Engine, args: EngineArgs, sizes: PoolSizes, block_bytes: int) -> None:
-    """Tell the statistics how large everything is, on all replicas together."""
-    stats, replicas = engine.stats, args.data_parallel_size
+def _count_memory(engine: Engine, sizes: PoolSizes, block_bytes: int, draft_bytes: int, replicas: int) -> None:
+    """Tell the statistics how large everything is, on all replicas together. draft_bytes: of a drafter's block."""
+    stats = engine.stats
     stats.block_bytes = block_bytes
-    stats.draft_pool_bytes = draft_block_bytes(args) * engine.config.num_blocks * replicas
+    stats.draft_pool_bytes = draft_bytes * engine.config.num_blocks * replicas
     stats.num_host_blocks = sizes.config.num_host_blocks * replicas
     for field, size in sizes.beside.items():
         setattr(stats, field, size * replicas)
@@ -182,9 +182,7 @@ def dtype_of(args: EngineArgs) -> str:
 
 def read_tokenizer(args: EngineArgs) -> Tokenizer | None:
     """None if the checkpoint has none. One that was asked for must be there."""
-    if args.tokenizer is None and not has_tokenizer(args.path):
-        return None
-    return load_tokenizer(args.tokenizer_path)
+    return find_tokenizer(args.path) if args.tokenizer is None else load_tokenizer(args.tokenizer_path)
 
 
 # Workers
@@ -239,10 +237,19 @@ def _load_here(
     return LLMEngine(config, executor, **options, step_cost=step_cost), loaded
 
 
+class RequestOptions(TypedDict):
+    """The parts of an engine that read requests and end them."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    grammars: GrammarChecker
+    adapters: Adapters | None
+
+
 def _request_options(
     args: EngineArgs, settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker
-) -> dict[str, Any]:
-    """The parts of an engine that read requests and end them."""
+) -> RequestOptions:
     model = settings.model
     return {
         "vocab_size": model.vocab_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import structs
@@ -11,6 +12,7 @@ from kvllm.config import EngineConfig, host_room, require
 from kvllm.core.capacity import check_pool
 from kvllm.engine_args import EngineArgs
 from kvllm.kvcache.cache import CacheShape
+from kvllm.stats import MemoryField
 from kvllm.worker import host_memory
 from kvllm.worker.features import bytes_beside_pool
 from kvllm.worker.features.offloading import host_block_bytes
@@ -29,7 +31,7 @@ class PoolSizes(NamedTuple):
     """
 
     config: EngineConfig
-    beside: dict[str, int]
+    beside: Mapping[MemoryField, int]
     measured: bool
 
 

@@ -6,12 +6,14 @@ from bisect import bisect_left
 from copy import copy
 from itertools import zip_longest
 from struct import Struct as Packing
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
 from kvllm.durations import Durations
 
+MemoryField = Literal["method_state_bytes", "kv_residual_bytes", "recurrent_state_bytes"]
+"""Fields of memory beside the KV pool."""
 SIZES = (
     "num_blocks",
     "block_bytes",
@@ -73,11 +75,6 @@ class DraftCounts(Struct):
         self.right += [0] * (tokens - len(self.right))
         for position in range(right):
             self.right[position] += 1
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a sequence got in a step with a draft, the one that the model adds among them."""
-        return 1 + sum(self.right) / self.drafts if self.drafts else 1.0
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         right = [mine + theirs for mine, theirs in zip_longest(self.right, other.right, fillvalue=0)]

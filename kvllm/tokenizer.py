@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvllm.errors import CheckpointError, RequestError
-from kvllm.files.checkpoint import open_checkpoint
+from kvllm.files.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,9 +25,10 @@ MAX_PENDING = 16
 PROMPT_CONTEXT = 12
 
 
-def has_tokenizer(path: str | Path) -> bool:
-    """Whether the checkpoint has a tokenizer's vocabulary. Without one, prompts can still be token ids."""
-    return open_checkpoint(path).has_tokenizer()
+def find_tokenizer(path: str | Path) -> Tokenizer | None:
+    """As `load_tokenizer`, but None if the checkpoint has no vocabulary: prompts can still be token ids."""
+    checkpoint = open_checkpoint(path)
+    return _load(checkpoint) if checkpoint.has_tokenizer() else None
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -36,14 +37,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         CheckpointError: the checkpoint or the tokenizer's files are missing or cannot be read.
     """
-    checkpoint = open_checkpoint(path)
+    return _load(open_checkpoint(path))
+
+
+def _load(checkpoint: Checkpoint) -> Tokenizer:
     try:
         hf = checkpoint.read_tokenizer()
         return Tokenizer(hf, checkpoint.eos_tokens(hf))
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
-        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the tokenizer in {checkpoint.path} cannot be loaded: {what}") from error
 
 
 class Tokenizer:

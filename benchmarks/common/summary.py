@@ -72,7 +72,7 @@ def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_
 
 
 def show_spread(values: Spread, shape: str) -> str:
-    """The median, with the least and the most behind it if they differ."""
+    """The median, with the least and the most after it if they differ."""
     middle, least, most = (shape.format(values[key]) for key in ("median", "min", "max"))
     return middle if least == most else f"{middle} ({least}-{most})"
 

@@ -122,7 +122,7 @@ def run_figures(arguments: Sequence[str]) -> None:
     provenance = machine.announce("benchmarks.paper.figures_3_4_6", arguments)
     (problem,), tokenizer = settings.make_problems(1, (args.size, args.size), args.seed), load_tokenizer(args.model)
     start, token_ids = len(tokenizer.encode(problem.prompt)), tokenizer.encode(problem.prompt + problem.working)
-    longest = len(token_ids) - start - 1  # at least one token behind the window
+    longest = len(token_ids) - start - 1  # at least one token after the window
     require(args.window <= longest, "--window", args.window, f"at most {longest}: or a larger --size")
     with torch.inference_mode():
         read, _ = DenseModel(args.model, len(token_ids)).read(token_ids)

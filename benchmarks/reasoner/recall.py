@@ -47,7 +47,7 @@ def make_recall(rng: random.Random, pairs: int) -> Problem:
 
 
 def hide(rng: random.Random, sentences: int, depths: list[float]) -> Problem:
-    """A needle at each of `depths` (0: before the first of `sentences` sentences, 1: behind the last)."""
+    """A needle at each of `depths` (0: before the first of `sentences` sentences, 1: after the last)."""
     facts = draw_facts(rng, len(depths))
     text = [sentence(rng) for _ in range(sentences)]
     places = sorted(zip([round(depth * sentences) for depth in depths], facts, strict=True), reverse=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ import torch
 from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.residual import ResidualStep
+
+Plan = TypeVar("Plan")
+"""What a backend prepares once in a step for all layers."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,9 @@ class HostRows(NamedTuple):
     last_kv_index: np.ndarray
 
 
-@dataclass(eq=False)
 class Recording:
-    """What a backend that `plans_on_host` keeps of a batch that a graph holds, as long as there is the graph."""
-
-    plan: Any = None
+    """The identity of a batch that a graph holds, by which a backend that `plans_on_host` knows its plan. It lives as
+    long as the graph."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class AttentionBatch:
         The pairs of the query tokens follow.
     table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. Padding
         shares one that belongs to no sequence.
-    mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention
+    mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `adds_mass` adds the attention
         probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
     window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
         tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
@@ -123,7 +124,7 @@ class AttentionBatch:
         )
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(ABC, Generic[Plan]):
     """Attention over one `PagedKVCache`. KV pairs are moved by `kvllm.kvcache.ops`, whatever the backend.
 
     layers: the options of each layer; none given: all are PLAIN. Layers with a window score no `windows`, and add up
@@ -132,7 +133,7 @@ class AttentionBackend(ABC):
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     captures_chunks: the same for sequences of any number of query tokens.
     plans_on_host: a graph holds `run` alone, and `before_replay` plans the step that it is about to compute.
-    observes: `run` adds to `AttentionBatch.mass`.
+    adds_mass: `run` adds to `AttentionBatch.mass`.
     scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
     """
 
@@ -140,7 +141,7 @@ class AttentionBackend(ABC):
     capturable: bool = False
     captures_chunks: bool = False
     plans_on_host: bool = False
-    observes: bool = False
+    adds_mass: bool = False
     scores_windows: bool = False
 
     def __init__(
@@ -154,7 +155,7 @@ class AttentionBackend(ABC):
         self.layers = tuple(layers) or (PLAIN,) * cache.shape.num_layers
 
     @abstractmethod
-    def plan(self, batch: AttentionBatch) -> Any:
+    def plan(self, batch: AttentionBatch) -> Plan:
         """Prepare the work that all layers share. The result is passed to `run` unchanged."""
 
     def before_replay(self, batch: AttentionBatch) -> None:
@@ -166,7 +167,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: Plan, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of `queries` `[T, query_heads, head_dim]` over the paged cache -> the same shape.
 
         sinks: float32 `[query_heads]`, the learned scores of a layer that has them.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, Protocol
 
 import torch
 
-from kvllm.attention.base import AttentionBackend
+from kvllm.attention.base import AttentionBackend, Plan
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.residual import ResidualStep
@@ -16,7 +16,7 @@ from kvllm.lora.product import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionContext:
+class AttentionContext(Generic[Plan]):
     """One for each step, for all layers.
 
     plan: of `backend`, for the step's query tokens.
@@ -26,9 +26,9 @@ class AttentionContext:
         if none has one.
     """
 
-    backend: AttentionBackend
+    backend: AttentionBackend[Plan]
     operations: KVOperations
-    plan: Any
+    plan: Plan
     slot_mapping: torch.Tensor | None
     residual: ResidualStep | None = None
     recurrent: RecurrentStep | None = None
@@ -49,7 +49,7 @@ class AttentionContext:
         assert self.slot_mapping is not None
         self.operations.store(layer, keys, values, self.slot_mapping)
         if self.residual:
-            self.residual.held = keys, values
+            self.residual.new_pairs = keys, values
 
     def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape.

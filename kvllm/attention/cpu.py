@@ -13,7 +13,7 @@ from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.residual import ResidualStep
 
 
-class CpuBackend(AttentionBackend):
+class CpuBackend(AttentionBackend[AttentionBatch]):
     """Reads keys and values in place, any block size; sums are in float32. See `registry.why_not_cpu`."""
 
     name = "cpu"
@@ -63,8 +63,8 @@ def _residual_arguments(step: ResidualStep | None, layer: int) -> tuple[torch.Te
     """A layer's pairs, slots, first positions, positions, new keys and new values, as the operator takes them."""
     if step is None:
         return (None,) * 6
-    assert step.held is not None  # the step's pairs are stored before they are attended
-    return step.pairs[layer], step.slots, step.first, step.positions, *step.held
+    assert step.new_pairs is not None  # the step's pairs are stored before they are attended
+    return step.pairs[layer], step.slots, step.first, step.positions, *step.new_pairs
 
 
 def window_arguments(windows: ScoreWindows | None) -> tuple[int, int, int, bool]:

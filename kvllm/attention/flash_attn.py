@@ -42,7 +42,7 @@ class ChunkPlan:
     block_tables: torch.Tensor
 
 
-class FlashAttentionBackend(AttentionBackend):
+class FlashAttentionBackend(AttentionBackend[list[DecodePlan | ChunkPlan]]):
     """See `registry.why_not_flash_attn` for what it can do.
 
     The library splits a sequence among several programs if the batch is small, so a token's bits depend on the batch.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from flash_attn_interface import flash_attn_with_kvcache  # pyright: ignore[repo
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.flash import arguments_for, as_pages
+from kvllm.attention.layer import LayerAttention
 from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, upload, with_sinks
+from kvllm.kvcache.cache import PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class FlashPlan:
     max_queries: int
 
 
-class FlashAttention3Backend(AttentionBackend):
+class FlashAttention3Backend(AttentionBackend[list[FlashPlan]]):
     """See `registry.why_not_flash_attn_3` for what it can do.
 
     The library splits a sequence among several programs if the batch is small, so a token's bits depend on the batch.
@@ -37,8 +39,10 @@ class FlashAttention3Backend(AttentionBackend):
     name = "flash_attn_3"
     capturable = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
+    ) -> None:
+        super().__init__(cache, num_query_heads, scale, layers)
         self.cache.data.nan_to_num_()
 
     def plan(self, batch: AttentionBatch) -> list[FlashPlan]:

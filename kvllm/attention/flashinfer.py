@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch, Recording
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.runs import (
     RunGroup,
@@ -24,6 +25,7 @@ from kvllm.attention.runs import (
     upload,
     with_sinks,
 )
+from kvllm.kvcache.cache import PagedKVCache
 
 LAYOUT = "HND"
 """`[blocks, kv_heads, block_size, head_dim]`, that of this cache: nothing is copied."""
@@ -81,7 +83,7 @@ class Planner:
     copied: torch.cuda.Event | None = None
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
     """See `registry.why_not_flashinfer` for what it can do.
 
     The library plans on the host, for each kind of layer, when the first such layer runs. A plan keeps its wrappers as
@@ -96,8 +98,11 @@ class FlashInferBackend(AttentionBackend):
     capturable = True
     plans_on_host = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
+    ) -> None:
+        super().__init__(cache, num_query_heads, scale, layers)
+        self._recorded = weakref.WeakKeyDictionary[Recording, list[GroupPlan]]()
         self._workspace = self._zeros(WORKSPACE_BYTES)
         self._graph_workspace = self._workspace
         self._planners: dict[bool, list[Planner]] = defaultdict(list)  # by whether they decode
@@ -107,18 +112,19 @@ class FlashInferBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> list[GroupPlan]:
         refuse_evicted_mask(self.name, batch)
-        recording = batch.recording
-        if recording is None:
+        if batch.recording is None:
             return [GroupPlan(group, self._pages(group, batch.block_tables)) for group in self._groups(batch)]
-        if recording.plan is None:
+        if batch.recording not in self._recorded:
             [group] = self._groups(batch)
             buffers = self._buffers(*batch.block_tables.shape)
-            recording.plan = [GroupPlan(group, self._pages(group, batch.block_tables), buffers)]
-        return recording.plan
+            self._recorded[batch.recording] = [GroupPlan(group, self._pages(group, batch.block_tables), buffers)]
+        return self._recorded[batch.recording]
 
     def before_replay(self, batch: AttentionBatch) -> None:
         assert batch.recording
-        for plan in batch.recording.plan or []:  # without one, the graph is captured with what the tensors hold now
+        for plan in self._recorded.get(
+            batch.recording, ()
+        ):  # without one, the graph is captured with what the tensors hold now
             [plan.group] = self._groups(batch)
             plan.pages = self._pages(plan.group, batch.block_tables)
             for kind, planner in plan.planned.items():

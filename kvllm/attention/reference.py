@@ -10,7 +10,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.layer import LayerAttention
 
 
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(AttentionBackend[AttentionBatch]):
     """One query token at a time, over a dense copy of the KV pairs that it attends."""
 
     name = "reference"

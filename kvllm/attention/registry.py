@@ -23,7 +23,7 @@ from kvllm.kvcache.ops.cpu import why_not_quantize
 class AttentionSpec:
     """A request to a backend.
 
-    layers: as in AttentionBackend. ragged: heads hold different numbers of KV pairs. observed: attention probabilities
+    layers: as in AttentionBackend. ragged: heads hold different numbers of KV pairs. mass: attention probabilities
     are added up. residual: recent KV pairs are attended as they were before they were rounded.
     """
 
@@ -31,7 +31,7 @@ class AttentionSpec:
     num_query_heads: int
     layers: Sequence[LayerAttention] = ()
     ragged: bool = False
-    observed: bool = False
+    mass: bool = False
     residual: bool = False
 
 
@@ -127,7 +127,7 @@ def _why_not_library(spec: AttentionSpec, module: str, package: str) -> str | No
         return f"computes in bfloat16 or float16, not {spec.cache.shape.dtype}"
     if spec.ragged:
         return "cannot leave out KV pairs of single heads, which the compression method asks for"
-    if spec.observed:
+    if spec.mass:
         return "does not tell the attention probabilities, which the compression method adds up"
     if find_spec(module) is None:
         return f"needs the package {package}, which is not installed"
@@ -183,16 +183,16 @@ def make_backend(
     layers: Sequence[LayerAttention] = (),
     *,
     ragged: bool = False,
-    observed: bool = False,
+    mass: bool = False,
     residual: bool = False,
 ) -> AttentionBackend:
     """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
-    layers, ragged, observed, residual: as in AttentionSpec.
+    layers, ragged, mass, residual: as in AttentionSpec.
     Raises ConfigError for a name that is not in BACKENDS, for a backend that cannot serve the cache, and where only the
     reference reads a quantized cache, unless it is asked for.
     """
-    spec = AttentionSpec(cache, num_query_heads, layers, ragged, observed, residual)
+    spec = AttentionSpec(cache, num_query_heads, layers, ragged, mass, residual)
     able = [other for other in FASTEST if BACKENDS[other].why_not(spec) is None]
     if not able:
         raise ConfigError(f"no attention backend for {cache.data.device} reads kv_residual_tokens: leave it out")

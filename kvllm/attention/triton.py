@@ -30,7 +30,7 @@ class TritonPlan:
     kept: KeptScores | None
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(AttentionBackend[TritonPlan]):
     """See `registry.why_not_triton` for what it can do.
 
     Sequences with one query token and with several go to different kernels, which find their own: no length is read
@@ -41,7 +41,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     capturable = True
     captures_chunks = True
-    observes = True
+    adds_mass = True
     scores_windows = True
 
     def __init__(

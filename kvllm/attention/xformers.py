@@ -36,7 +36,7 @@ class ChunkPlan:
     mask: BlockDiagonalMask
 
 
-class XformersBackend(AttentionBackend):
+class XformersBackend(AttentionBackend[list[TokenPlan | ChunkPlan]]):
     """See `registry.why_not_xformers` for what it can do.
 
     A plan waits for the device, since its masks are copied there in the library. Chunks need memory for a copy of one

@@ -130,45 +130,45 @@ class Biased(NamedTuple):
     factor: Tensor | None = None
 
 
-class Places:
-    """Where the tokens of a text are. back `[T, T]`: how far token j lies behind query token i. can_go `[T]`: whether
-    it is judged; those of prompts stay."""
+class TextPositions:
+    """The tokens of a text. distances `[T, T]`: from token j to query token i, 0 for later ones. droppable `[T]`:
+    whether a gate decides on it; tokens of prompts stay."""
 
     def __init__(self, text: Text) -> None:
         self.num_prompt = len(text.prompt)
         self.tokens = torch.arange(len(text.prompt) + len(text.output))
-        self.back = (self.tokens[:, None] - self.tokens).clamp(min=0)
-        self.can_go = self.tokens >= self.num_prompt
+        self.distances = (self.tokens[:, None] - self.tokens).clamp(min=0)
+        self.droppable = self.tokens >= self.num_prompt
 
 
-def dropped(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
+def dropped(logits: Tensor, positions: TextPositions, delay: int, target: float, noise: Tensor) -> Biased:
     """DMS: a KV pair is dropped with probability `1 - sigmoid(logit)`, for query tokens more than `delay` further on.
 
     logits: `[1, Hkv, T]`. noise: the same shape, logistic, which is the difference of two Gumbel variables.
     """
     relaxed = (logits + noise) / TEMPERATURE
-    kept = relaxed.sigmoid()[..., places.can_go].mean(dim=-1)
-    is_far = (places.back > delay) & places.can_go
+    kept = relaxed.sigmoid()[..., positions.droppable].mean(dim=-1)
+    is_far = (positions.distances > delay) & positions.droppable
     return Biased(kept, (kept - target).relu(), bias=logsigmoid(relaxed)[:, :, None] * is_far)
 
 
-def decayed(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
+def decayed(logits: Tensor, positions: TextPositions, delay: int, target: float, noise: Tensor) -> Biased:
     """TRIM-KV: what is held of a KV pair falls to `sigmoid(logit) ** n` within n tokens, and its attention logits with
     it. The sum of what is held is to stay within the capacity, which grows with the text: the last `delay` KV pairs and
     `target` of those before.
 
     Arguments as for `dropped`; without noise.
     """
-    held = (logsigmoid(logits)[:, :, None] * (places.back * places.can_go)).exp()
-    rows = places.tokens[places.num_prompt :: ROWS]
-    is_there = (places.tokens <= rows[:, None]) & places.can_go
+    held = (logsigmoid(logits)[:, :, None] * (positions.distances * positions.droppable)).exp()
+    rows = positions.tokens[positions.num_prompt :: ROWS]
+    is_there = (positions.tokens <= rows[:, None]) & positions.droppable
     sums = (held[:, :, rows] * is_there).sum(dim=-1)
-    written = (rows - places.num_prompt + 1).float()
+    written = (rows - positions.num_prompt + 1).float()
     room = written - (1 - target) * (written - delay).clamp(min=0)
     return Biased(sums.sum(dim=-1) / written.sum(), (sums - room).relu().sum(dim=-1) / written.sum(), factor=held)
 
 
-BIASES: dict[str, Callable[[Tensor, Places, int, float, Tensor], Biased]] = {"dms": dropped, "trimkv": decayed}
+BIASES: dict[str, Callable[[Tensor, TextPositions, int, float, Tensor], Biased]] = {"dms": dropped, "trimkv": decayed}
 KEEPING = {"dms": 5.0, "trimkv": 8.0}
 """The logit of untrained gates, which keep nearly everything."""
 
@@ -235,12 +235,12 @@ class Trainer:
 
     def loss(self, text: Text, target: float) -> tuple[Tensor, Step]:
         """The loss of the gates on a text, with a gradient. target: share of the KV pairs."""
-        ids, places = tokens_of(text), Places(text)
+        ids, positions = tokens_of(text), TextPositions(text)
 
         def bias(layer: int, keys: Tensor, values: Tensor) -> Biased:
             logits = self.logits(layer, keys, values)
             uniform = torch.rand(logits.shape, generator=self.generator)
-            return BIASES[self.settings.method](logits, places, self.settings.delay, target, uniform.logit(eps=1e-6))
+            return BIASES[self.settings.method](logits, positions, self.settings.delay, target, uniform.logit(eps=1e-6))
 
         gating = Gating(bias)
         with torch.no_grad():

@@ -62,7 +62,7 @@ def make_variants(
     dropping = []
     for name, share, dtype in product(names, memory, dtypes):
         spec = SPECS[name]
-        room = share * full - recent[dtype] - (sums if spec.observes else 0)
+        room = share * full - recent[dtype] - (sums if spec.reads_mass else 0)
         kept = room / pair_bytes(setting, dtype, scored=spec.observable is not None)
         dropping.append(Variant(method=name, memory=share, share=kept, kv_cache_dtype=dtype))
     return alone + [variant for variant in dropping if 0 < variant.share <= 1]

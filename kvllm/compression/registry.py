@@ -3,49 +3,72 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
+from kvllm.compression.gates import Gates
+from kvllm.compression.linear_fit import LinearFit
+from kvllm.compression.mass import Softmax
 from kvllm.compression.paged_keys import Keys
 from kvllm.compression.specs import SPECS, Function, MethodSpec
+from kvllm.compression.statistics import QueryStatistics
 
 BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass")
 """Inputs of one layer. A method that takes one of them chooses for each layer on its own."""
 
-INPUTS = (
-    *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "gates",
-    "observed", "ages", "softmax", "received", "fits",
-)  # fmt: skip
-"""Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
-function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
-once, of which the first has the first rows.
 
-query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
-layer, num_layers: which layer of the model this is, from 0, and of how many.
-softmax: with queries, a `kvllm.compression.mass.Softmax`, that of the layer's attention.
-seeds: one int for each row, at least 0, that depends on the sequence and on the region's position alone.
-starts: one int for each row, the KV pairs of its cache in front of the region.
-last_positions: one int for each row, the position in the text of the region's last KV pair. The positions in front
-    of it have no gaps in a window, nor where queries are recomputed.
-values: `[S, Hkv, C, d]`, as keys are.
-frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
-statistics: a `QueryStatistics` of the layers, for the query heads of these KV heads, from a text that the model read.
-gates: with `gated`, the `Gates` of the layers, for these KV heads.
-capacity: with `ragged`, the most KV pairs that one head or layer may keep.
-evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
-mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
-fits: with `learns`, a `kvllm.compression.linear_fit.LinearFit` of each layer, which the function adds to when it gets
-    queries.
-received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of the
-    region was repeated.
-ages: with `reselects`, float32 `[S, C]`, how many queries `observed` stands for, for each KV pair.
-observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there are
-    no queries.
-"""
+class MethodInputs(TypedDict, total=False):
+    """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that
+    its function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several
+    layers at once, of which the first has the first rows.
+
+    query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
+    layer, num_layers: which layer of the model this is, from 0, and of how many.
+    softmax: with queries, that of the layer's attention.
+    seeds: one for each row, at least 0, that depends on the sequence and on the region's position alone.
+    starts: one for each row, the KV pairs of its cache in front of the region.
+    last_positions: one for each row, the position in the text of the region's last KV pair. The positions in front
+        of it have no gaps in a window, nor where queries are recomputed.
+    values: `[S, Hkv, C, d]`, as keys are.
+    frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
+    statistics: of the layers, for the query heads of these KV heads, from a text that the model read.
+    gates: with `gated`, of the layers, for these KV heads.
+    capacity: with `ragged`, the most KV pairs that one head or layer may keep.
+    evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
+    mass: with `reads_mass`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
+    fits: with `learns`, one for each layer, which the function adds to when it gets queries.
+    received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of
+        the region was repeated.
+    ages: with `reselects`, float32 `[S, C]`, how many queries `observed` stands for, for each KV pair.
+    observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there
+        are no queries.
+    """
+
+    query_offsets: Tensor
+    layer: int
+    num_layers: int
+    softmax: Softmax
+    seeds: Sequence[int]
+    starts: Sequence[int]
+    last_positions: Sequence[int]
+    values: Tensor
+    frequencies: Tensor
+    statistics: QueryStatistics
+    gates: Gates
+    capacity: int
+    evicted_mask: Tensor
+    mass: Tensor
+    fits: Sequence[LinearFit]
+    received: Tensor
+    ages: Tensor
+    observed: Tensor
+
+
+INPUTS = tuple(MethodInputs.__annotations__)
 
 
 class Method:

@@ -64,7 +64,7 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     reselects: a window is chosen from together with what earlier compressions of the sequence's output left. Its scores
         are always observed.
-    observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
+    reads_mass: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
     learns: its function keeps what it learns (`fits`), and has queries for an engine's first windows and a few of the
         later ones alone.
@@ -91,7 +91,7 @@ class MethodSpec:
     observable: Observable | None = None
     ragged: bool = False
     reselects: bool = False
-    observes: bool = False
+    reads_mass: bool = False
     learns: bool = False
     repeats: bool = False
     whole_layer: bool = False
@@ -107,7 +107,7 @@ class MethodSpec:
     @property
     def reads_cache_alone(self) -> bool:
         """Whether what is cached of a region is enough, without a pass of the model and without what passed by."""
-        return self.queries == "none" and not self.observes and not self.repeats
+        return self.queries == "none" and not self.reads_mass and not self.repeats
 
     @property
     def reads_file(self) -> bool:
@@ -289,7 +289,7 @@ _OWN = (
     MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
     MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
     MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),
-    MethodSpec("h2o", "what all queries so far attended to", observes=True),
+    MethodSpec("h2o", "what all queries so far attended to", reads_mass=True),
     MethodSpec("sliding_window", "the last KV pairs", keeps_end=True),
     MethodSpec("random", "KV pairs by lot: what any method has to beat", whole_layer=True),
 )

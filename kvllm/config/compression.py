@@ -185,7 +185,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
         windows = "not beside layer_groups, which are for windows: a threshold cuts a cache to budget_tokens"
         require(self.policy.compresses != "cache", "policy", self.policy.name, windows)
         places = "not beside layer_groups, because it needs KV pairs to be in the same place in all layers"
-        require(not self.spec.observes, "method", self.method, places)
+        require(not self.spec.reads_mass, "method", self.method, places)
 
     @property
     def named_groups(self) -> tuple[LayerGroup, ...]:
@@ -227,7 +227,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
             value = getattr(self, name)
             require(value == default, name, value, "only with recall_period or recall_bound")
         if self.recalls:
-            moves = spec.ragged or spec.observes or spec.keeps_end or spec.reselects
+            moves = spec.ragged or spec.reads_mass or spec.keeps_end or spec.reselects
             allowed = "with recall_period or recall_bound, a method that keeps equally many KV pairs in all heads, and "
             allowed += "no numbers beside them between compressions"
             require(not moves, "method", self.method, allowed)

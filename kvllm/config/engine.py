@@ -150,7 +150,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         field, value = "speculative_config", self.speculation.method
         require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
         allowed = f"not with method={compression.method!r}, which adds up attention over whole texts: use another"
-        require(not compression.spec.observes, field, value, allowed)
+        require(not compression.spec.reads_mass, field, value, allowed)
 
     def _check_recall(self, compression: CompressionConfig) -> None:
         """What is dropped is held in the format of the pool, or in one of fewer bits."""
@@ -210,9 +210,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks that hold the same tokens."""
         has_states = self.num_state_snapshots > 0 or not self.has_recurrent_layers
-        return self.enable_prefix_caching and not self.observes_attention and has_states
+        return self.enable_prefix_caching and not self.adds_mass and has_states
 
     @property
-    def observes_attention(self) -> bool:
+    def adds_mass(self) -> bool:
         """Whether the compression method adds up attention."""
-        return self.active_compression is not None and self.active_compression.spec.observes
+        return self.active_compression is not None and self.active_compression.spec.reads_mass

@@ -44,8 +44,12 @@ class Offloading:
     def complete(self, plan: StepPlan) -> None:
         """Put all transfers into a plan, those of prefixes among them that leave the pool for it."""
         self._store_prefixes(self.blocks.pool.take_evicted())
-        for name in ("stores", "loads", "cancelled", "suspended", "forgotten"):
-            setattr(plan, name, getattr(self._plan, name))
+        plan.stores, plan.loads = self._plan.stores, self._plan.loads
+        plan.cancelled, plan.suspended, plan.forgotten = (
+            self._plan.cancelled,
+            self._plan.suspended,
+            self._plan.forgotten,
+        )
         self.stats.blocks_stored += sum(len(transfer.blocks) for transfer in plan.stores)
         self.stats.blocks_loaded += sum(len(load.transfer.blocks) for load in plan.loads)
         self._plan = StepPlan()

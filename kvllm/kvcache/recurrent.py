@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -88,9 +87,9 @@ class StateChanges:
 
     def __init__(self, rows: slice) -> None:
         self._rows = rows
-        self._noted: list[tuple[Callable[..., Any], list[torch.Tensor]]] = []
+        self._noted: list[tuple[Callable[..., object], list[torch.Tensor]]] = []
 
-    def note(self, change: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    def note(self, change: Callable[..., object], *tensors: torch.Tensor) -> None:
         """change: called with a RecurrentStep and rows of the `tensors` `[T, ...]`."""
         self._noted.append((change, [tensor[self._rows].clone() for tensor in tensors]))
 

@@ -20,11 +20,11 @@ class ResidualStep:
         of position p is in row `p % size` of its sequence's slot.
     positions: int64 `[T]`, of the query tokens. slots: int32 `[S]`, of the sequences. first: int32 `[S]`, the positions
         from which on their pairs are held.
-    held: keys and values of the step's tokens in the layer that was stored last, `[T, kv_heads, head_dim]` each.
+    new_pairs: keys and values of the step's tokens in the layer that was stored last, `[T, kv_heads, head_dim]` each.
     """
 
     pairs: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     first: torch.Tensor
-    held: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
+    new_pairs: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)

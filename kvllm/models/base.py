@@ -193,6 +193,12 @@ def _places(attends: Sequence[bool]) -> list[int]:
     return [attends[:index].count(kind) for index, kind in enumerate(attends)]
 
 
+MakeAttention = Callable[[ModelConfig, Shard, torch.dtype, torch.device, torch.Tensor], SelfAttention]
+MakeRecurrent = Callable[[ModelConfig, Shard, torch.dtype, torch.device], TokenMixer]
+MakeMLP = Callable[[int, ModelConfig, Shard, torch.dtype, torch.device], MLP]
+MakeLayer = Callable[[ModelConfig, TokenMixer, MLP, torch.dtype, torch.device], DecoderLayer]
+
+
 def build_decoder(
     config: ModelConfig,
     shard: Shard,
@@ -200,19 +206,18 @@ def build_decoder(
     device: torch.device,
     max_model_len: int,
     *,
-    make_attention: Callable[..., SelfAttention] = SelfAttention,
-    make_recurrent: Callable[..., TokenMixer] | None = None,
-    make_mlp: Callable[..., MLP] | None = None,
-    make_layer: Callable[..., DecoderLayer] = DecoderLayer,
+    make_attention: MakeAttention = SelfAttention,
+    make_recurrent: MakeRecurrent | None = None,
+    make_mlp: MakeMLP | None = None,
+    make_layer: MakeLayer = DecoderLayer,
     final_norm_name: str = "norm",
 ) -> Decoder:
     """The decoder that all families are, or one with other parts, on one rank.
 
     dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
-    make_attention: called for each layer with attention, with the arguments of SelfAttention. make_recurrent: for each
-        of the others, with these but the last.
-    make_mlp: called with a layer's index and the arguments of GatedMLP, which is the default.
-    make_layer: called for each layer with the arguments of DecoderLayer. final_norm_name: in the checkpoint.
+    make_attention: called for each layer with attention. make_recurrent: for each of the others.
+    make_mlp: called with a layer's index; GatedMLP by default.
+    make_layer: called for each layer. final_norm_name: in the checkpoint.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
     scales = (config.embedding_scale, config.residual_multiplier)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -211,11 +210,19 @@ class SharedExpertMLP(ExpertsMLP):
         return self.shared.forward(x)
 
 
-def make_mlp(layer: int, config: ModelConfig, *arguments: Any, kind: type[ExpertsMLP] = ExpertsMLP) -> MLP:
-    """The MLP of a layer: experts of a kind, or one for all tokens. `arguments`: as those of GatedMLP."""
+def make_mlp(
+    layer: int,
+    config: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kind: type[ExpertsMLP] = ExpertsMLP,
+) -> MLP:
+    """The MLP of a layer: experts of a kind, or one for all tokens."""
     assert config.experts is not None
-    dense = layer in config.experts.dense_layers
-    return GatedMLP(config, *arguments) if dense else kind(config, *arguments)
+    make = GatedMLP if layer in config.experts.dense_layers else kind
+    return make(config, shard, dtype, device)
 
 
 def whole_matrix(weight: LinearWeight) -> Weight:

@@ -11,9 +11,10 @@ import torch
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ConfigKeys, refuse
-from kvllm.models.parts import DecoderLayer, GatedMLP
+from kvllm.models.config import ConfigKeys, ModelConfig, refuse
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, TokenMixer
 from kvllm.models.windows import has_effect, named_layers
+from kvllm.parallel import Shard
 
 GELU = "gelu_pytorch_tanh"
 
@@ -41,8 +42,10 @@ class Gemma2Keys(GemmaKeys, kw_only=True):
 class GemmaLayer(DecoderLayer):
     """A layer whose parts have a norm in front of them and one after."""
 
-    def __init__(self, config: Any, *arguments: Any) -> None:
-        super().__init__(config, *arguments)
+    def __init__(
+        self, config: ModelConfig, attention: TokenMixer, mlp: MLP, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, attention, mlp, dtype, device)
         # Not empty_like: on the meta device it imports sympy, which takes half a second.
         size = self.post_attention_norm.shape
         self.attention_output_norm = self.post_attention_norm.new_empty(size)
@@ -91,8 +94,8 @@ def read(keys: Gemma2Keys) -> dict[str, Any]:
     return read_gemma(keys, [i % 2 == 0 for i in range(keys.num_hidden_layers)])
 
 
-def make_mlp(layer: int, *arguments: Any) -> GatedMLP:
-    return GatedMLP(*arguments, gelu=True)
+def make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
+    return GatedMLP(config, shard, dtype, device, gelu=True)
 
 
 build = partial(build_decoder, make_mlp=make_mlp, make_layer=GemmaLayer)

@@ -20,7 +20,7 @@ from kvllm.models.config import ConfigKeys, ModelConfig, check_size, refuse
 from kvllm.models.elementwise import add_rms_norm, rms_norm
 from kvllm.models.gemma2 import GELU, GemmaLayer
 from kvllm.models.layers import LMHead, QKVLinear, VocabEmbedding, Weight, whole
-from kvllm.models.parts import GatedMLP, SelfAttention, norm_weight, normalized
+from kvllm.models.parts import MLP, GatedMLP, SelfAttention, TokenMixer, norm_weight, normalized
 from kvllm.models.rope import FULL, SLIDING, TopKeys, read_rope
 from kvllm.models.rotary import rotary_table
 from kvllm.models.two_sizes import HeadSizes, TwoSizes
@@ -179,11 +179,11 @@ def _sources(keys: Gemma4Keys) -> tuple[int, ...]:
 class SomeOfQKVLinear(QKVLinear):
     """The projections to queries, and to keys and values where a layer has them. names: of those that it has."""
 
-    def __init__(self, names: str, config: ModelConfig, *arguments: Any) -> None:
-        super().__init__(config, *arguments)
+    def __init__(self, names: str, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, shard, dtype, device)
         self.heads = {name: self.heads[name] for name in names}
         self.sizes = self.sizes[: len(names)]
-        self.weight = LinearWeight(sum(self.sizes), config.hidden_size, *arguments[1:])
+        self.weight = LinearWeight(sum(self.sizes), config.hidden_size, dtype, device)
 
 
 class PackedAttention(SelfAttention):
@@ -343,9 +343,17 @@ class LayerInputGate:
 class Gemma4Layer(GemmaLayer):
     """A layer whose result is multiplied by a learned number, after an input of its own, if there is one."""
 
-    def __init__(self, number: int, inputs: LayerInputs | None, config: Any, *arguments: Any) -> None:
-        super().__init__(config, *arguments)
-        dtype, device = arguments[-2:]
+    def __init__(
+        self,
+        number: int,
+        inputs: LayerInputs | None,
+        config: ModelConfig,
+        attention: TokenMixer,
+        mlp: MLP,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, attention, mlp, dtype, device)
         self.number = number
         self.scalar = torch.empty(1, dtype=dtype, device=device)
         self.input_gate = LayerInputGate(config, inputs, dtype, device) if inputs else None

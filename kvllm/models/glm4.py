@@ -9,9 +9,10 @@ import msgspec
 import torch
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ConfigKeys
+from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.gemma2 import GemmaLayer
 from kvllm.models.parts import GatedMLP
+from kvllm.parallel import Shard
 
 
 class Glm4Keys(ConfigKeys, kw_only=True):
@@ -42,8 +43,8 @@ def read(keys: Glm4Keys) -> dict[str, Any]:
     return {"qkv_bias": keys.attention_bias}
 
 
-def _make_mlp(layer: int, *arguments: Any) -> GatedMLP:
-    return GatedMLP(*arguments, fused="gate_up_proj")
+def _make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
+    return GatedMLP(config, shard, dtype, device, fused="gate_up_proj")
 
 
 FAMILY = Family(

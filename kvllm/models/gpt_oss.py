@@ -13,7 +13,7 @@ from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices, ExpertVectors
-from kvllm.models.experts import ExpertsMLP, whole_matrix
+from kvllm.models.experts import ExpertsMLP, GroupedLinear, make_mlp, whole_matrix
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import make_experts
 from kvllm.models.parts import SelfAttention
@@ -82,7 +82,7 @@ class GptOssMLP(ExpertsMLP):
         own = torch.arange(start, start + self.inner)
         gates_then_ups, every = torch.cat((2 * own, 2 * own + 1)), torch.arange(hidden)
 
-        def target(linear: Any) -> MatrixRows:
+        def target(linear: GroupedLinear) -> MatrixRows:
             return MatrixRows(linear.weight, 0, linear.weight.out_features)
 
         experts = f"{prefix}.experts"
@@ -137,13 +137,9 @@ def read(keys: GptOssKeys) -> dict[str, Any]:
     }
 
 
-def _make_mlp(layer: int, *arguments: Any) -> GptOssMLP:
-    return GptOssMLP(*arguments)
-
-
 FAMILY = Family(
     model_type="gpt_oss",
     keys=GptOssKeys,
     read=read,
-    build=partial(build_decoder, make_attention=GptOssAttention, make_mlp=_make_mlp),
+    build=partial(build_decoder, make_attention=GptOssAttention, make_mlp=partial(make_mlp, kind=GptOssMLP)),
 )

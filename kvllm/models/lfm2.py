@@ -130,8 +130,8 @@ class Lfm2Layer(DecoderLayer):
         return {"operator_norm": self.input_norm, "ffn_norm": self.post_attention_norm}
 
 
-def make_mlp(layer: int, *arguments: Any) -> GatedMLP:
-    return GatedMLP(*arguments, name="feed_forward", names=("w1", "w3"), down="w2")
+def make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
+    return GatedMLP(config, shard, dtype, device, name="feed_forward", names=("w1", "w3"), down="w2")
 
 
 build = partial(

@@ -61,10 +61,11 @@ def read(keys: Lfm2MoeKeys) -> dict[str, Any]:
     return {**read_layers(keys, keys.layer_types), "experts": experts}
 
 
-def _make_mlp(layer: int, config: ModelConfig, *arguments: Any) -> MLP:
+def _make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> MLP:
     assert config.experts is not None
-    dense = layer in config.experts.dense_layers
-    return make_mlp(layer, config, *arguments) if dense else Lfm2Experts(config, *arguments)
+    if layer in config.experts.dense_layers:
+        return make_mlp(layer, config, shard, dtype, device)
+    return Lfm2Experts(config, shard, dtype, device)
 
 
 FAMILY = Family(model_type="lfm2_moe", keys=Lfm2MoeKeys, read=read, build=partial(build, make_mlp=_make_mlp))

@@ -11,7 +11,7 @@ from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.elementwise import rms_norm
 from kvllm.models.layers import Weight
-from kvllm.models.parts import DecoderLayer, SelfAttention, norm_weight, normalized
+from kvllm.models.parts import MLP, DecoderLayer, SelfAttention, TokenMixer, norm_weight, normalized
 from kvllm.parallel import Shard
 
 
@@ -54,8 +54,10 @@ class Olmo2Attention(SelfAttention):
 class Olmo2Layer(DecoderLayer):
     """A layer whose parts have a norm after them alone."""
 
-    def __init__(self, config: ModelConfig, *arguments: Any) -> None:
-        super().__init__(config, *arguments)
+    def __init__(
+        self, config: ModelConfig, attention: TokenMixer, mlp: MLP, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, attention, mlp, dtype, device)
         self.input_norm = None
         self.mlp_output_norm = self.post_attention_norm.new_empty(config.hidden_size)
 

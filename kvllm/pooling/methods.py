@@ -115,7 +115,7 @@ class PoolingMethods:
             data_1: the query, or one for each document.
             data_2: the documents.
             chat_template: the text of a Jinja template that makes a reranker's prompt of messages with the roles
-                "query" and "document". Default: the document right behind the query.
+                "query" and "document". Default: the query, then the document.
 
         Raises RequestError for a pair or an option that the model cannot serve.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from kvllm.control_tokens import encode_marked, mark_messages
@@ -19,7 +20,7 @@ class Pairs:
 
     queries: as many as documents, or one for all of them.
     chat_template: what a reranker's prompt is made of, from messages of the roles "query" and "document"; None: the
-        query, and the document right behind it.
+        query, then the document.
 
     Raises RequestError for what cannot be computed.
     """
@@ -52,7 +53,7 @@ class Pairs:
         pairs = zip(every, documents, strict=True)
         self.requests = [self._request(*pair, params, chat_template) for pair in pairs]
 
-    def scores(self, found: Sequence[Any]) -> list[float]:
+    def scores(self, found: Sequence[torch.Tensor]) -> list[float]:
         """One for each document, from what the requests gave."""
         if not self._embeds:
             return [float(each) for each in found]

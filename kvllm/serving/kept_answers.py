@@ -30,7 +30,7 @@ class KeptAnswer:
         self._work.add_done_callback(self._end)
 
     def reader(self, after: int) -> EventStream:
-        """The events behind the first `after`, and those to come."""
+        """The events after the first `after`, and those to come."""
 
         async def read(write: Write) -> None:
             number = after
@@ -92,7 +92,7 @@ class KeptAnswers:
     def get(self, tenant: str, name: str) -> KeptAnswer:
         """Raises ApiError with status 404 if it is not there."""
         if (answer := self._shelf(tenant).get(name)) is None:
-            why = f"answers are kept for {MAX_SECONDS / 60:.0f} minutes behind their end, none over a restart"
+            why = f"answers are kept for {MAX_SECONDS / 60:.0f} minutes after their end, none over a restart"
             raise ApiError(404, f"There is no kept answer {name[:100]!r}: {why}.")
         return answer
 

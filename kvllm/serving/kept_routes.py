@@ -23,7 +23,7 @@ def kept(request: Request, answer: Response | EventStream) -> Response | EventSt
 
 
 async def read(request: Request) -> EventStream:
-    """An answer from the event behind number `after` on."""
+    """An answer from the event after number `after` on."""
     after = request.query_params.get("after", "0")
     if not (after.isdecimal() and len(after) <= 9):
         raise bad_request(f"after={after[:100]!r} is not allowed: the number of an event", "after")

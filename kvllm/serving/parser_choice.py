@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, RequestError
 from kvllm.serving.state import ServerOptions
-from kvllm.tokenizer import has_tokenizer, load_tokenizer
+from kvllm.tokenizer import find_tokenizer
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
@@ -71,9 +71,8 @@ def chosen_parser(flag: str, template: str | None, markers: Markers) -> str:
 
 
 def _own_template(args: EngineArgs) -> str | None:
-    if not has_tokenizer(args.tokenizer_path):
-        return None
+    tokenizer = find_tokenizer(args.tokenizer_path)
     try:
-        return load_tokenizer(args.tokenizer_path).chat_template(None, [{}])
+        return tokenizer.chat_template(None, [{}]) if tokenizer else None
     except RequestError:  # it has none
         return None

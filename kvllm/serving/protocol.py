@@ -51,7 +51,7 @@ def check_fields(request: Struct) -> None:
 
 class StreamOptions(Struct, kw_only=True):
     """include_usage: end the stream with a chunk that has the usage. continuous_usage_stats: give it in every chunk.
-    include_kv_spans: with the first usage behind each compression, tell what is left of the KV cache.
+    include_kv_spans: with the first usage after each compression, tell what is left of the KV cache.
     include_kv_pairs: tell there, too, which KV pairs each layer and head has left."""
 
     include_usage: bool | None = None

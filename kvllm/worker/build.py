@@ -204,7 +204,7 @@ def _demands(engine: EngineConfig) -> dict[str, bool]:
     """The demands of the compression method and of the cache on the attention backend."""
     compression = engine.compression
     ragged = compression is not None and compression.spec.ragged
-    return {"ragged": ragged, "observed": engine.observes_attention, "residual": engine.kv_residual_tokens > 0}
+    return {"ragged": ragged, "mass": engine.adds_mass, "residual": engine.kv_residual_tokens > 0}
 
 
 def _runner(

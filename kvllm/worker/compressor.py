@@ -6,9 +6,8 @@ So it is where there are too many windows of a sequence for one step: what is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +139,7 @@ class Compressor:
         kept = region_indices(chosen, job.size, job.size - job.stride, end - start - job.span)
         return Move(seq_id, job, state, start, end, cached, part.layers, part.region_blocks(job, state), chosen, kept)
 
-    def _stack(self, regions: list[Any]) -> torch.Tensor:
+    def _stack(self, regions: Sequence[Sequence[int] | np.ndarray]) -> torch.Tensor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""
         longest = max(len(blocks) for blocks in regions)
         padded = np.array([[*blocks, *[blocks[-1]] * (longest - len(blocks))] for blocks in regions], dtype=np.int64)

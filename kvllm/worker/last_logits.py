@@ -29,12 +29,12 @@ class LastLogits(NamedTuple):
         chosen = None if self.chosen is None else self.chosen.new_empty(num_rows)
         return LastLogits(self.logits.new_empty(num_rows, self.logits.shape[1]), chosen)
 
-    def take(self, others: LastLogits) -> LastLogits:
+    def take(self, source: LastLogits) -> LastLogits:
         """Copy rows into this memory -> the first ones of it."""
-        found = self._first(len(others.logits))
-        found.logits.copy_(others.logits)
-        if found.chosen is not None and others.chosen is not None:
-            found.chosen.copy_(others.chosen)
+        found = self._first(len(source.logits))
+        found.logits.copy_(source.logits)
+        if found.chosen is not None and source.chosen is not None:
+            found.chosen.copy_(source.chosen)
         return found
 
     def _first(self, num_rows: int) -> LastLogits:

@@ -162,10 +162,10 @@ def _prefill(config: EngineConfig, num_seqs: int) -> Iterator[StepPlan]:
     how windows are scored."""
     num_tokens = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (num_seqs - 1)
-    observes = config.active_compression is not None and config.active_compression.observes_scores
+    scored = config.active_compression is not None and config.active_compression.observes_scores
     yield StepPlan(
         new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
-        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if observes],
+        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if scored],
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(num_seqs)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +21,10 @@ from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.queries import query_tokens, window_tokens
-from kvllm.compression.registry import METHODS
+from kvllm.compression.registry import METHODS, MethodInputs
 from kvllm.core.policies import Threshold
 from kvllm.core.protocol import CompressionJob
+from kvllm.models.base import Visitor
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
@@ -141,7 +141,7 @@ class Selector:
         sinks = self.model.attentions[layer].sinks if options.sinks else None
         return Softmax(self.backend.scale, options.soft_cap, sinks)
 
-    def _recompute(self, windows: list[Windows], offsets: np.ndarray, visit: Any) -> None:
+    def _recompute(self, windows: list[Windows], offsets: np.ndarray, visit: Visitor) -> None:
         """One pass of the model over the query tokens of all windows."""
         of_first = [window for window, *_ in windows if window]
         begins = np.array([window.position for window in of_first])[:, None]
@@ -207,8 +207,7 @@ class _Pass:
         self.num_windows, self.num_queries = len(windows), len(offsets)
         pairs = zip(selector.parts, zip(*windows, strict=True), strict=True)
         self.windows = [self._of_part(part, [each for each in of_part if each], size) for part, of_part in pairs]
-        self.shared = {
-            "buffer": selector.config.buffer,
+        self.shared: MethodInputs = {
             "num_layers": selector.cache.shape.num_layers,
             "query_offsets": to_device(offsets, selector.cache.data.device),
         }
@@ -231,13 +230,15 @@ class _Pass:
         if not windows:
             return
         with self.clock.measure("score"):
-            inputs = self._inputs(number, layers)
+            keys, inputs = self._keys(layers, self.windows[number]), self._inputs(number, layers)
             if self.received:
                 inputs["received"] = torch.stack([self.received[layer] for layer in layers])
-            retain = self._mean_retained(windows[0].retain)
-            chosen = selector.select(queries, retain=retain, **selector.options, **inputs)
+            retain, buffer = self._mean_retained(windows[0].retain), selector.config.buffer
+            chosen = selector.select(
+                queries, keys, layers=layers, retain=retain, buffer=buffer, **selector.options, **inputs
+            )
             self._keep(number, chosen, len(layers))
-        self._count_bytes(inputs["keys"], queries, inputs.get("values"))
+        self._count_bytes(keys, queries, inputs.get("values"))
 
     def kept(self) -> list[Kept]:
         """For each part and window, the offsets that survive, once all layers were visited."""
@@ -254,9 +255,10 @@ class _Pass:
             return
         scores, selector = self._waiting[number], self.selector
         with self.clock.measure("score"):
-            inputs = self._inputs(number, [layer])
-            scores.append(selector.score(queries, **selector.options, **inputs))
-        self._count_bytes(inputs["keys"], queries, inputs.get("values"))
+            keys, inputs = self._keys([layer], self.windows[number]), self._inputs(number, [layer])
+            buffer = selector.config.buffer
+            scores.append(selector.score(queries, keys, layers=[layer], buffer=buffer, **selector.options, **inputs))
+        self._count_bytes(keys, queries, inputs.get("values"))
         if (len(scores) + 1) * scores[0].nbytes > MAX_SCORE_BYTES:
             self._choose(number)
 
@@ -266,8 +268,8 @@ class _Pass:
         if not scores:
             return
         with self.clock.measure("score"):
-            retain = self.windows[number].windows[0].retain
-            chosen = selector.choose(torch.cat(scores), retain=retain, **selector.options, **self.shared)
+            retain, buffer = self.windows[number].windows[0].retain, selector.config.buffer
+            chosen = selector.choose(torch.cat(scores), retain=retain, buffer=buffer, **selector.options, **self.shared)
             self._keep(number, chosen, len(scores))
         self._count_bytes()
         scores.clear()
@@ -289,15 +291,13 @@ class _Pass:
             return retain
         return retain - (policy.held_tokens(spec) - policy.budget_tokens)
 
-    def _inputs(self, number: int, layers: Sequence[int]) -> dict[str, Any]:
-        """Keys, and the inputs among `kvllm.compression.registry.INPUTS`. Those that layers do not share have a row for
-        each window in the first layer, then in the next."""
+    def _inputs(self, number: int, layers: Sequence[int]) -> MethodInputs:
+        """Those that layers do not share have a row for each window in the first layer, then in the next."""
         selector, windows = self.selector, self.windows[number]
-        inputs: dict[str, Any] = self.shared | {
-            "layers": layers,
+        inputs: MethodInputs = {
+            **self.shared,
             "layer": layers[0],
             "softmax": selector.softmax(layers[0]),
-            "keys": self._keys(layers, windows),
             "seeds": [window.seed for window in windows.windows] * len(layers),
             "starts": windows.starts * len(layers),
             "last_positions": [each.position + windows.size - 1 for each in windows.windows] * len(layers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class StepTensor(NamedTuple):
 
     def of_part(self, inputs: StepInputs, part: int) -> torch.Tensor | None:
         """None: it does not stand beside this part."""
-        tensor = cast(torch.Tensor, getattr(inputs, self.name))
+        tensor = inputs.by_name[self.name]
         return None if part >= max(1, self.parts) else tensor[part] if self.parts else tensor
 
 
@@ -96,34 +96,33 @@ class PartInputs(NamedTuple):
 class StepInputs:
     """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
     AttentionBatch, with a row for each part of the KV groups in `slot_mapping` (int64 `[parts, num_query_tokens]`) and
-    `last_kv_index`. `parts` has these row by row. Features' tensors have their names.
+    `last_kv_index`. `parts` has these row by row.
 
-    on_host: for a copy on a device, the inputs that it is of. recordings: one for each part, where a graph reads them.
+    by_name: all tensors, those of features too. on_host: for a copy on a device, the inputs that it is of.
+    recordings: one for each part, where a graph reads them.
     """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    last_kv_index: torch.Tensor
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
         self.on_host: StepInputs | None = None
         self.recordings: list[Recording | None] = [None] * len(shape.num_blocks)
         self.memory = memory[: shape.num_bytes]
+        self.by_name: dict[str, torch.Tensor] = {}
         of_parts = shape.of_parts
         for name, dtype, size, begin, end in shape.layout():
             sizes = size[1:] if name in of_parts else size
             rows = memory[begin:end].view(dtype).view(size[0] if name in of_parts else 1, -1)[:, : prod(sizes)]
-            setattr(self, name, rows if name in of_parts else rows[0].view(size))
+            self.by_name[name] = rows if name in of_parts else rows[0].view(size)
+        self.token_ids, self.positions = self.by_name["token_ids"], self.by_name["positions"]
+        self.query_start_loc = self.by_name["query_start_loc"]
+        self.slot_mapping, self.last_kv_index = (self.by_name[name] for name in OF_PARTS)
         self.parts = [self._part(index) for index in range(len(shape.num_blocks))]
         self._arrays: dict[str, np.ndarray] = {}
 
     def array(self, name: str) -> np.ndarray:
         """A tensor on the host as an array in the same memory."""
         if name not in self._arrays:
-            self._arrays[name] = cast(torch.Tensor, getattr(self, name)).numpy()
+            self._arrays[name] = self.by_name[name].numpy()
         return self._arrays[name]
 
     def write_tokens(self, token_ids: np.ndarray) -> None:
@@ -135,7 +134,7 @@ class StepInputs:
         self.memory.zero_()
         self.slot_mapping.fill_(-1)
         for tensor in self.shape.tensors:
-            getattr(self, tensor.name).fill_(tensor.padding)
+            self.by_name[tensor.name].fill_(tensor.padding)
         if self.shape.is_decode:
             self.query_start_loc.copy_(torch.arange(len(self.query_start_loc)))
         else:
@@ -149,18 +148,17 @@ class StepInputs:
         copy.on_host = self
         return copy
 
-    def take(self, others: StepInputs) -> None:
+    def take(self, source: StepInputs) -> None:
         """Become copies of inputs on the host whose block tables may have fewer columns. What the columns after them
         hold stays. Nobody waits for that."""
-        self.on_host = others
+        self.on_host = source
         [begin] = [begin for name, _, _, begin, _ in self.shape.layout() if name == "block_tables_0"]
-        self.memory[:begin].copy_(others.memory[:begin], non_blocking=True)
-        for part, other in zip(self.parts, others.parts, strict=True):
-            part.block_tables[:, : other.block_tables.shape[1]].copy_(other.block_tables, non_blocking=True)
+        self.memory[:begin].copy_(source.memory[:begin], non_blocking=True)
+        for part, given in zip(self.parts, source.parts, strict=True):
+            part.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables, non_blocking=True)
 
     def _part(self, index: int) -> PartInputs:
-        block_tables = cast(torch.Tensor, getattr(self, f"block_tables_{index}"))
-        return PartInputs(self.slot_mapping[index], self.last_kv_index[index], block_tables)
+        return PartInputs(self.slot_mapping[index], self.last_kv_index[index], self.by_name[f"block_tables_{index}"])
 
     def fields(self) -> list[dict[str, Any]]:
         """Those of the AttentionBatch of each part that are here."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 
-def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A contiguous tensor of numbers in (nested) lists or a NumPy array. A GPU gets it when it comes to that point."""
     on_gpu = device.type == "cuda"
     if isinstance(values, np.ndarray):
@@ -20,7 +20,7 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return tensor.to(device, non_blocking=on_gpu)
 
 
-def to_device_early(values: Any, device: torch.device) -> torch.Tensor:
+def to_device_early(values: ArrayLike, device: torch.device) -> torch.Tensor:
     """The same for what comes after all that was launched: a GPU gets it meanwhile."""
     if device.type != "cuda":
         return to_device(values, device)

@@ -38,7 +38,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def test_runs() -> None:
-    """A decode, a chunk behind cached entries, rows of a recomputation, and a decode that follows none of them."""
+    """A decode, a chunk after cached entries, rows of a recomputation, and a decode that follows none of them."""
     case = attention_cases.make_case([[64], list(range(40, 59)), [3, 6, 7, 8], [9]])
     runs = runs_of(case.batch)
     assert runs.starts.tolist() == [0, 1, 20, 21, 24, 25]

@@ -22,7 +22,7 @@ from tests.helpers.examples import thinned
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Decodes, a first token, a whole prompt, chunks behind others and across the ends of tiles and segments.
+# Decodes, a first token, a whole prompt, chunks after others and across the ends of tiles and segments.
 ROWS = [[64], [0], list(range(35)), list(range(40, 59)), [600], [63], [511], [512], list(range(505, 580)), [5]]
 # Of each sequence: KV pairs that a compression dropped, and positions that were found in the prefix cache.
 DROPPED = [0, 0, 0, 7, 300, 64, 0, 513, 11, 3]
@@ -62,7 +62,7 @@ class Held:
             torch.stack([case.originals[s][plane][i] for s, i in zip(of_token.tolist(), index[tokens], strict=True)])
             for plane in range(2)
         ]
-        step.held = news[0], news[1]
+        step.new_pairs = news[0], news[1]
         backend = CpuBackend(case.cache, case.queries.shape[1], case.scale, (case.options,))
         return backend.run(0, case.queries[tokens], backend.plan(replace(batch, residual=step)), case.sinks)
 

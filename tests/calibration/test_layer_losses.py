@@ -36,7 +36,7 @@ def random_texts(lengths: list[int]) -> list[Text]:
 
 
 def predictions(path: Path, text: Text, compression: CompressionConfig | None) -> torch.Tensor:
-    """Logits of the engine at each token of the text behind its prompt, and at the prompt's last."""
+    """Logits of the engine at each token of the text after its prompt, and at the prompt's last."""
     logits: list[torch.Tensor] = []
     llm = LLM(
         path,

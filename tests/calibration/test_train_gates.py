@@ -17,8 +17,8 @@ from kvllm.calibration.train_gates import (
     TEMPERATURE,
     Biased,
     Gating,
-    Places,
     Settings,
+    TextPositions,
     Trainer,
     attend,
     decayed,
@@ -63,7 +63,7 @@ def sigmoid(x: Any) -> Any:
 
 def test_dropped_pairs_lose_their_attention_behind_the_delay(text: Text) -> None:
     logits, noise = logits_of(0), logits_of(1)
-    found = dropped(logits, Places(text), DELAY, TARGET, noise)
+    found = dropped(logits, TextPositions(text), DELAY, TARGET, noise)
     bias = found.bias
     assert bias is not None and found.factor is None
     for head in range(2):
@@ -79,7 +79,7 @@ def test_dropped_pairs_lose_their_attention_behind_the_delay(text: Text) -> None
 
 def test_retention_falls_with_every_token(text: Text) -> None:
     logits = logits_of(2) + 3
-    found = decayed(logits, Places(text), DELAY, TARGET, torch.zeros(()))
+    found = decayed(logits, TextPositions(text), DELAY, TARGET, torch.zeros(()))
     factor = found.factor
     assert factor is not None and found.bias is None
     for head in range(2):
@@ -99,19 +99,19 @@ def test_retention_falls_with_every_token(text: Text) -> None:
 
 
 def test_a_biased_pass_is_that_without_the_dropped_pairs(checkpoint: Path, text: Text) -> None:
-    trainer, decoder, places = (
+    trainer, decoder, positions = (
         Trainer(checkpoint, Settings("dms", TARGET), LENGTH),
         DenseDecoder(checkpoint),
-        Places(text),
+        TextPositions(text),
     )
     logits = [100 * logits_of(layer).sign() for layer in range(decoder.num_layers)]
 
     def bias(layer: int, *_: torch.Tensor) -> Biased:
-        return dropped(logits[layer], places, DELAY, TARGET, torch.zeros(()))
+        return dropped(logits[layer], positions, DELAY, TARGET, torch.zeros(()))
 
     visible = torch.ones(decoder.num_layers, 2, LENGTH, LENGTH, dtype=torch.bool).tril()
     for layer, of_layer in enumerate(logits):
-        gone = (of_layer[0] < 0)[:, None] & (places.back > DELAY) & (torch.arange(LENGTH) >= PROMPT)
+        gone = (of_layer[0] < 0)[:, None] & (positions.distances > DELAY) & (torch.arange(LENGTH) >= PROMPT)
         visible[layer] &= ~gone
     ids = tokens_of(text)
     for gating, seen in ((Gating(bias), visible), (None, torch.ones_like(visible).tril())):

@@ -78,7 +78,7 @@ def step(scheduler: Scheduler):
 
 
 def as_in_vectors(history: list, events: list) -> np.ndarray:
-    """The vectors note (C, u) behind the event of a step; the engine compresses at the beginning of the next. And they
+    """The vectors note (C, u) after the event of a step; the engine compresses at the beginning of the next. And they
     count u from 0 on after an event, as the paper does, where the engine counts the KV pairs behind the window too."""
     history = np.array(history)
     for global_step, seq_id, _, _, tail, after in events:
@@ -181,7 +181,7 @@ def test_standalone_schedule(load_vectors) -> None:
         )
         events, history = run(compression, 1, [(prefix, case["decode_tokens"])])
         traced = np.array(history)[:, 0]
-        # The vectors' trace is behind the event of a step.
+        # The vectors' trace is after the event of a step.
         expected = vectors[f"c{i}_trace"]
         fired = {event[0] - 1: event for event in events}
         for row, (cached, tail) in enumerate(traced):

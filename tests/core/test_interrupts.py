@@ -77,7 +77,7 @@ def serve(engine: LLMEngine, trap: Trap) -> dict[str, RequestOutput]:
 def check_nothing_leaks(engine: LLMEngine) -> None:
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_owned == 0 and not engine.scheduler.has_unfinished
-    for finish in engine.executor._in_flight:  # type: ignore[attr-defined]  # a step behind the last token
+    for finish in engine.executor._in_flight:  # type: ignore[attr-defined]  # a step after the last token
         finish()
     runner = engine.executor.runner  # type: ignore[attr-defined]
     assert len(runner.states) + len(runner.free_slots) == len(runner.tables.logical)

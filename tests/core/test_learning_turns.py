@@ -1,4 +1,4 @@
-"""Which compressions are learned from: the first windows, and one in so many behind them."""
+"""Which compressions are learned from: the first windows, and one in so many after them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_single_windows_are_learned_from_at_first_and_then_one_in_so_many() -> N
 def test_compressions_of_several_windows_leave_no_longer_gaps(seed: int) -> None:
     rng, turns = Random(seed), LearningTurns(SPECS["linear_scorer"])
     windows = learned = 0
-    last = None  # window with which the last compression began that was learned from behind the first ones
+    last = None  # window with which the last compression began that was learned from after the first ones
     for _ in range(200):
         count = rng.randint(1, 6)
         due = windows < FIRST_WINDOWS if last is None else windows >= last + EVERY

@@ -164,7 +164,7 @@ def serve(engine: LLMEngine, seed: int) -> list[Any]:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=examples(50))
 def test_tokens_are_equal_whatever_ends_requests(uncompressed: Engines, seed: int) -> None:
-    """Tokens behind an end are computed for nothing, and are nowhere to be seen."""
+    """Tokens after an end are computed for nothing, and are nowhere to be seen."""
     waiting, ahead = uncompressed
     assert serve(ahead, seed) == serve(waiting, seed)
 
@@ -197,7 +197,7 @@ def test_sequences_that_are_swapped_have_the_tokens_of_an_engine_that_waits(chec
 def test_a_step_is_planned_while_the_one_before_it_runs(uncompressed: Engines) -> None:
     events: list[str] = []
     _, engine = uncompressed
-    engine.step()  # the one behind the last token of an earlier test
+    engine.step()  # the one after the last token of an earlier test
 
     def noting(name: str, call: Any) -> Any:
         def noted(*arguments: Any) -> Any:
@@ -219,7 +219,7 @@ def test_a_step_is_planned_while_the_one_before_it_runs(uncompressed: Engines) -
 
 
 def test_an_end_leaves_nothing_behind(uncompressed: Engines) -> None:
-    """The step behind the last token runs on while the engine is idle, and the next request does not see it."""
+    """The step after the last token runs on while the engine is idle, and the next request does not see it."""
     waiting, ahead = uncompressed
     prompt = {"prompt_token_ids": [3, 4, 3]}
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

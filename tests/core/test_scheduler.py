@@ -294,7 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.scheduler.has_unfinished)
     @rule(executed=st.booleans())
     def fail(self, executed: bool) -> None:
-        """A step that raises, before or behind its work."""
+        """A step that raises, before or after its work."""
         self.harness.fail(executed)
 
     @precondition(lambda self: self.harness.live)

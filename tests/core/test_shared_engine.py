@@ -121,7 +121,7 @@ class Failure(Exception):
 
 
 class FailingOnce:
-    """Raises before or behind the k-th call of a method of an object, and never again."""
+    """Raises before or after the k-th call of a method of an object, and never again."""
 
     def __init__(self, owner: Any, name: str, call: int, *, behind: bool, error: type[BaseException] = Failure) -> None:
         self._owner, self._name, self._left, self._behind, self._error = owner, name, call, behind, error
@@ -170,7 +170,7 @@ ERRORS = (Failure, RequestError, KeyboardInterrupt)
 
 
 def errors_at_boundaries() -> list[Any]:
-    """Each error before and behind some methods, each method with one error before it and another one behind."""
+    """Each error before and after some methods, each method with one error before it and another one after."""
     cases = []
     for number, (path, method) in enumerate(BOUNDARIES):
         for behind in (False, True):

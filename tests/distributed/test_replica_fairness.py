@@ -43,7 +43,7 @@ def replicas(ray_cluster: None) -> Iterator[DataParallelEngine]:
 
 @pytest.fixture
 def engine(replicas: DataParallelEngine) -> Iterator[DataParallelEngine]:
-    """With nothing to do, before and behind each test."""
+    """With nothing to do, before and after each test."""
     yield replicas
     abort_all(replicas)
 

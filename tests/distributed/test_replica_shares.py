@@ -135,7 +135,7 @@ def test_a_priority_is_next_in_its_replica() -> None:
 
 
 def test_compressions_of_replicas_are_known_here() -> None:
-    """Those of running sequences are as they are there, also behind preemptions."""
+    """Those of running sequences are as they are there, also after preemptions."""
     compression = paper_compression(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
     with replicas(config_of(60, compression=compression)) as found:
         added = [found.add([1 + i] * 20, 150) for i in range(12)]

@@ -20,7 +20,7 @@ from tests.helpers.tokenizers import byte_level
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 40, "max_num_seqs": 8}
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-MESSAGES = [{"role": "user", "content": "Hi"}]  # behind which the template has a newline
+MESSAGES = [{"role": "user", "content": "Hi"}]  # after which the template has a newline
 
 
 @pytest.fixture(scope="module", params=FILES)

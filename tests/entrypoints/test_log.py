@@ -100,7 +100,7 @@ def test_an_engine_says_what_was_started(tmp_path: Path, caplog: pytest.LogCaptu
         LLM(tmp_path, compression=compression, **sizes)
         LLM(tmp_path, attention_backend="reference", **sizes)
     messages = [record.getMessage() for record in caplog.records if record.name == "kvllm.start_report"]
-    compressed, plain = messages[::2]  # each with a warning behind it, because there is no tokenizer
+    compressed, plain = messages[::2]  # each with a warning after it, because there is no tokenizer
     assert compressed == (
         f"{tmp_path.name} (LlamaForCausalLM, float32) on cpu; attention backend cpu (the fastest here); KV pool of 64 "
         "blocks of 16 tokens, 0.1 MiB; compression by keydiff, pressure"

@@ -133,7 +133,7 @@ def test_concurrency_counts_places_that_no_layer_fills(tmp_path, capsys):
     assert found["kv_bytes"] == (5 * 1000 + 27 * 128) * 4096  # of what is attended, not padded
     assert found["sequences_at_once"]["nothing released"] == pool // (32 * 16 * 4096) // 63
     assert found["sequences_at_once"]["windows"] == pool // block // (63 + 6 * 9)
-    # 1000 tokens: 20 windows of 3 blocks keep one each, and three blocks lie behind them.
+    # 1000 tokens: 20 windows of 3 blocks keep one each, and three blocks lie after them.
     assert found["sequences_at_once"]["compression"] == pool // block // (20 + 3 + 6 * 9)
     cli.main(["plan", "--model", str(model), *options])
     assert f" {pool // block:,} blocks of 16 tokens in 5 of 32 layers; " in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
     assert found["pool_bytes_per_rank"] == pool
     blocks = pool // (256 * 131072 // 2)
     assert found["sequences_at_once"]["nothing released"] == blocks // 32
-    # 8192 tokens: 8 windows of 3 blocks keep one each, and two blocks lie behind the window that is complete last.
+    # 8192 tokens: 8 windows of 3 blocks keep one each, and two blocks lie after the window that is complete last.
     assert found["sequences_at_once"]["compression"] == blocks // (10 + 2)
     assert found["compressed_kv_bytes"] == (10 * 256 + 2 * 256) * 131072
 

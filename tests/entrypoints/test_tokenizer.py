@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvllm.errors import CheckpointError, RequestError
-from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.files.checkpoint import open_checkpoint
+from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, find_tokenizer, load_tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import KINDS, byte_level, sentencepiece_like
 
@@ -70,7 +71,7 @@ def pieces_of(
 def test_loading_says_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         load_tokenizer(tmp_path / "absent")
-    assert not has_tokenizer(tmp_path)
+    assert find_tokenizer(tmp_path) is None
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids"):
         load_tokenizer(tmp_path)
 
@@ -85,7 +86,7 @@ def test_a_tokenizer_without_its_vocabulary_is_not_loaded(tmp_path):
 @pytest.mark.parametrize("broken", ["", "{", "{}"])
 def test_a_broken_tokenizer_is_reported(tmp_path, broken):
     (tmp_path / "tokenizer.json").write_text(broken)
-    assert has_tokenizer(tmp_path)
+    assert open_checkpoint(tmp_path).has_tokenizer()
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
 
@@ -253,7 +254,7 @@ def test_marked_spaces_and_byte_fallback(words, skip, step):
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
-    """The text behind the whole characters of the prompt's text, in the text of both."""
+    """The text after the whole characters of the prompt's text, in the text of both."""
     heads = (tokenizer.decode(prompt[: len(prompt) - cut], skip_special_tokens=skip) for cut in range(4))
     whole = next(head for head in heads if not head.endswith("\ufffd"))
     text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
@@ -287,7 +288,7 @@ def test_the_prompts_text_and_the_pieces_are_the_text(any_tokenizer):
 
 @pytest.mark.parametrize("end", [[], ["<s>"], ["</s>", "<s>"]], ids=str)
 def test_special_tokens_at_the_end_of_a_prompt(end):
-    """They have no text, so the words before and behind them stay apart as in the text of all tokens."""
+    """They have no text, so the words before and after them stay apart as in the text of all tokens."""
     tokenizer = sentencepiece_like()
     once, upon, *special = tokenizer.hf.convert_tokens_to_ids(["▁Once", "▁upon", *end])
     assert "".join(pieces_of(tokenizer, [upon], True, 1, [once, *special])) == " upon"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase
 
 from kvllm.errors import CheckpointError
-from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from tests.helpers.tokenizers import CHAT_TEMPLATE, TEXTS, byte_level
 
 SPLIT = (
@@ -223,6 +223,6 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", lambda writer: None)
-    assert not has_tokenizer(path)
+    assert find_tokenizer(path) is None
     with pytest.raises(CheckpointError, match="model.gguf has no tokenizer: give prompts as token ids, or tokenizer="):
         load_tokenizer(path)

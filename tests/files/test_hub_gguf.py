@@ -15,7 +15,7 @@ from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints import cli
 from kvllm.files.hub import HubId, Snapshot, open_snapshot
 from kvllm.files.hub_files import quantizations
-from kvllm.tokenizer import has_tokenizer
+from kvllm.tokenizer import find_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.hub import Hub
@@ -171,4 +171,4 @@ def test_a_tokenizer_by_its_id(hub, model):
     hub.add(REPO, {"Tiny-Q8_0.gguf": model()})
     hub.add_folder("org/base", Path(DEFAULT_MODEL))
     path = EngineArgs(REPO, tokenizer="org/base").tokenizer_path
-    assert has_tokenizer(path) and not (path / "model.safetensors").exists()
+    assert find_tokenizer(path) and not (path / "model.safetensors").exists()

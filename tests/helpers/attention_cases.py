@@ -18,7 +18,7 @@ from tests.helpers.caches import head_dim_for
 
 KV_HEADS = 2
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-# A decode, a first token, a whole prompt, a chunk behind cached entries, a recomputation with stride 3, a long decode.
+# A decode, a first token, a whole prompt, a chunk after cached entries, a recomputation with stride 3, a long decode.
 MIXED = [[64], [0], list(range(35)), list(range(40, 59)), list(range(7, 80, 3)), [600]]
 # Ends of tiles (64 entries) and of segments (512), one row each, and a chunk across both.
 EDGES = [[62], [63], [64], [511], [512], [513], [1023], list(range(505, 580))]
@@ -26,7 +26,7 @@ EDGES = [[62], [63], [64], [511], [512], [513], [1023], list(range(505, 580))]
 RAGGED = [
     ([64], 50, (50, 31)),  # one head has none
     ([64], 64, (0, 10)),  # one head has nothing but the row's own entry
-    (list(range(40, 59)), 40, (17, 0)),  # a chunk right behind the packed part
+    (list(range(40, 59)), 40, (17, 0)),  # a chunk right after the packed part
     (list(range(23, 80, 3)), 20, (3, 20)),  # a recomputation with stride 3
     (list(range(35)), 0, (0, 0)),  # a prompt
     ([600], 0, (7, 99)),  # never compressed: the lengths mean nothing
@@ -59,7 +59,7 @@ OPTIONS = {
     "sinks": LayerAttention(sinks=True),
     "all": LayerAttention(window=70, soft_cap=2.0, sinks=True),
 }
-# One behind the other, with a buffer; and each sharing its buffer with the next one.
+# One after the other, with a buffer; and each sharing its buffer with the next one.
 WINDOWS = (
     ScoreWindows(96, 96, 80, squared=True),
     ScoreWindows(96, 80, 80, squared=True),
@@ -154,7 +154,7 @@ def make_case(
 
 
 def with_options(case: Case, options: LayerAttention) -> Case:
-    """The case with other options of its layer. What lies behind every window is NaN, in a block that no one holds."""
+    """The case with other options of its layer. What lies before every window is NaN, in a block that no one holds."""
     tables, block_size = case.batch.block_tables.clone(), case.cache.shape.block_size
     unused = min(set(range(case.cache.num_blocks)) - set(tables.flatten().tolist()))
     for sequence in range(len(case.keys) if options.window is not None else 0):

@@ -99,7 +99,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def make_parrot(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Write a model that says each of `tokens`, all different, behind the one before it; and its tokenizer."""
+    """Write a model that says each of `tokens`, all different, after the one before it; and its tokenizer."""
     model = make_checkpoint(path, "qwen3", vocab_size=len(tokenizer), num_hidden_layers=1, head_dim=8)
     chain = tokenizer.convert_tokens_to_ids(tokens)
     state = model.state_dict()

@@ -61,7 +61,7 @@ class DenseDecoder:
         return self._forward([token_ids[position] for position in positions], positions, visible, text)
 
     def repeat(self, text: DensePass, token_ids: list[int], positions: list[int], cached: Tensor) -> DensePass:
-        """A pass over tokens behind `text`, each of which attends what is cached of it, and these tokens up to its own.
+        """A pass over tokens after `text`, each of which attends what is cached of it, and these tokens up to its own.
 
         cached: bool `[layers, Hkv, T]`. The result has the keys and values of the new tokens.
         """

@@ -21,7 +21,7 @@ def assert_gated_activations(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 def assert_norms_with_weights_of_float32() -> None:
-    """A result of bfloat16 is rounded once, behind the weight."""
+    """A result of bfloat16 is rounded once, after the weight."""
     x, residual, weight = randn(20, 143).bfloat16(), randn(20, 143, seed=1).bfloat16(), randn(143, seed=2)
     for rows, found in (
         (x, elementwise.rms_norm(x, weight, EPS)),
@@ -45,7 +45,7 @@ def assert_activations_of_extreme_gates() -> None:
 
 
 def assert_rotary_in_bfloat16(kv_heads: int, weights_dtype: torch.dtype | None) -> None:
-    """weights_dtype: of the norms of heads, which are bfloat16 behind them; None: there are no norms."""
+    """weights_dtype: of the norms of heads, which are bfloat16 after them; None: there are no norms."""
     head_dim, rows = 48, 150
     qkv = randn(rows, 8 * head_dim, dtype=torch.bfloat16)
     weights = [randn(head_dim, dtype=weights_dtype, seed=s) if weights_dtype else None for s in (2, 3)]

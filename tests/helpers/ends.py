@@ -10,7 +10,7 @@ from tests.helpers.tokenizers import byte_level
 
 END, OTHER = "<|im_end|>", "<|end|>"
 CHAIN = ["Ċ", "<think>", "a", "b", END, "c", "d", "</think>", OTHER, "e", "f", "g", "h"]
-"""What the model says: it goes on behind both ends."""
+"""What the model says: it goes on after both ends."""
 
 
 def make_checkpoint_with_end(path: Path, file: str) -> None:

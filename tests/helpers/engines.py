@@ -36,7 +36,7 @@ def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) 
 
 
 def assert_greedy(path: Path, prompts: list[dict], found: list[list[int]]) -> None:
-    """`found` are transformers' greedy tokens: each has the largest logit behind those before it."""
+    """`found` are transformers' greedy tokens: each has the largest logit after those before it."""
     kind = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
     model = kind.from_pretrained(path, dtype=torch.float32)
     for prompt, token_ids in zip(prompts, found, strict=True):

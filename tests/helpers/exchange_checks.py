@@ -19,7 +19,7 @@ def literal(
     limit: float | None,
     sinks: torch.Tensor,
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """One row and head in float64: the exchanges in order, and the largest bound behind them."""
+    """One row and head in float64: the exchanges in order, and the largest bound after them."""
     resident, dropped, upper = (each.double().clone() for each in (resident, dropped, upper))
 
     def missing() -> tuple[torch.Tensor, torch.Tensor]:

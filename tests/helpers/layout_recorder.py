@@ -35,7 +35,7 @@ BLOCK_SIZE = 8
 
 
 def compression_config(method: str, policy: str, **options: Any) -> CompressionConfig:
-    """Small, with odd numbers: most events move entries behind the region, or end within a block."""
+    """Small, with odd numbers: most events move entries after the region, or end within a block."""
     sizes = {
         "threshold": {"threshold_tokens": 44, "budget_tokens": 25},
         "periodic": {"period": 4, "window_blocks": 2, "retain_tokens": 9},
@@ -319,7 +319,7 @@ class Recorder(BlockingExecutor):
                 self._add(fork.seq_id, child)
 
     def _record_mass(self) -> None:
-        if not self.config.observes_attention:
+        if not self.config.adds_mass:
             return
         for seq_id, text in self.alive.items():
             mass = feature_of(self.runner, AttentionMass).mass[:, self.runner.states[seq_id].table_slot]
@@ -393,7 +393,7 @@ class Expected:
         self.method = METHODS[config.method]
         self.dense = assert_dense(decoder, text)
         self.length = len(self.dense.logits)
-        self.masses = self._masses() if self.method.spec.observes else None
+        self.masses = self._masses() if self.method.spec.reads_mass else None
         self.sums = torch.zeros(*text.layout.shape[:2], self.length, dtype=torch.float64)  # of attention, by position
         self.summed = self.covered = 0  # rows that are in the sums, positions that an event has covered
 
@@ -490,7 +490,7 @@ class Expected:
                 options["gates"] = self.decoder.gates[self.method.spec.name].of_layers([layer])
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
-            if self.method.spec.observes:
+            if self.method.spec.reads_mass:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             if self.method.spec.reselects:
                 scored = index[:, : event.size - self.config.buffer]

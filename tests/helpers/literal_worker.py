@@ -264,7 +264,7 @@ class LiteralWorker(BlockingExecutor):
         self.verified = {}
 
     def _in_use(self, plan: StepPlan) -> set[int]:
-        """Blocks that the step reads or writes behind its loads."""
+        """Blocks that the step reads or writes after its loads."""
         used = {block for item in scheduled_in(plan) for of_part in item.new_blocks for block in of_part}
         return used.union(*(table.blocks for seq in self.sequences.values() for table in seq.tables))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.policies import Standalone
@@ -111,15 +112,15 @@ class Recorder(BlockingExecutor):
         self._logits += logits
         return logits
 
-    def _record_selection(self, queries: Tensor | None, layers: Sequence[int], **options: Any) -> Tensor:
-        kept = self._select(queries, layers=layers, **options)
+    def _record_selection(self, queries: Tensor | None, keys: Keys, layers: Sequence[int], **options: Any) -> Tensor:
+        kept = self._select(queries, keys, layers=layers, **options)
         for layer, of_layer in zip(layers, kept.unflatten(0, (len(layers), -1)), strict=True):
             self._selections[layer] += zip(rows_of(queries, len(of_layer)), of_layer, strict=True)
         return kept
 
-    def _record_score(self, queries: Tensor, layers: Sequence[int], **options: Any) -> Tensor:
+    def _record_score(self, queries: Tensor, keys: Keys, layers: Sequence[int], **options: Any) -> Tensor:
         self._scored.append((layers[0], queries))
-        return self._score(queries, layers=layers, **options)
+        return self._score(queries, keys, layers=layers, **options)
 
     def _record_choice(self, scores: Tensor, **options: Any) -> Tensor:
         kept = self._choose(scores, **options)

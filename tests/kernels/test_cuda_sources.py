@@ -110,7 +110,7 @@ def test_copies_of_blocks(host: ctypes.CDLL, dtype: torch.dtype, head_dim: int) 
 
 
 def test_compact_mass(host: ctypes.CDLL) -> None:
-    """Regions with nothing behind them, with less and with more than they lose, at the start of a row and within it."""
+    """Regions with nothing after them, with less and with more than they lose, at the start of a row and within it."""
     expected = AttentionMass(CacheShape(2, 3, 16, 16, torch.float32), 5, 300, torch.device("cpu"))
     expected.mass.copy_(torch.rand(expected.mass.shape, generator=torch.Generator().manual_seed(0)))
     mass = expected.mass.clone()

@@ -54,7 +54,7 @@ def test_norms_and_gated_activation(rows: int, width: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_rotation(head_dim: int, norm: bool, dtype: torch.dtype, device: str) -> None:
-    """6 query heads, 2 KV heads, and values behind them that must stay."""
+    """6 query heads, 2 KV heads, and values after them that must stay."""
     qkv = randn(40, 10 * head_dim, dtype=dtype).to(device)
     weights = [randn(head_dim, dtype=dtype, seed=seed).to(device) if norm else None for seed in (1, 2)]
     positions, table = torch.arange(40, device=device) * 2, cos_sin_table(head_dim).to(device)

@@ -434,7 +434,7 @@ def scores_of_rows_that_see_no_later_key() -> None:
 
 @check
 def scores_from_rows_of_a_step() -> None:
-    """Queries as the recomputation has them, every third row; keys behind the scored ones may be anything."""
+    """Queries as the recomputation has them, every third row; keys after the scored ones may be anything."""
     from kvllm.kernels.scores import window_scores
 
     queries, keys = window_tensors(1, 2, 4, 2, 70, 16)
@@ -539,7 +539,7 @@ def products_of_experts() -> None:
 
 @check
 def rotation() -> None:
-    """With q/k norm and without, 6 query heads and 3 or no KV heads; values behind them stay."""
+    """With q/k norm and without, 6 query heads and 3 or no KV heads; values after them stay."""
     from kvllm.kernels import elementwise
 
     for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True)):

@@ -106,7 +106,7 @@ def test_compact_golden(make: MakeOperations, fixture: str, load_vectors: Callab
         cache = PagedKVCache(shape, case["num_blocks"])
         cache.data.copy_(data)
 
-        # The paper's mode: the tail behind the window survives whole, so it is kept as well.
+        # The paper's mode: the tail after the window survives whole, so it is kept as well.
         table = torch.from_numpy(arrays[f"c{i}_block_table"])
         kept_window = torch.from_numpy(arrays[f"c{i}_kept"]).unsqueeze(1)
         tail = torch.arange(window * block_size, case["C"] - start).expand(*kept_window.shape[:3], -1)

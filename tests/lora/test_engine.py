@@ -226,7 +226,7 @@ def test_fused_projections(tmp_path: Path) -> None:
 
 
 def test_a_bad_adapter_harms_nobody(llama: Model, tmp_path: Path) -> None:
-    """One that vanishes behind its check ends its request alone, and what was cached of it is not found again."""
+    """One that vanishes after its check ends its request alone, and what was cached of it is not found again."""
     prompts = random_token_ids(40, 40, 40)
     llm = llama.llm()
     engine = llm.llm_engine

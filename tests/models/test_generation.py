@@ -102,7 +102,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
 def assert_crowded_and_cached(llm: LLM, prompt: dict, expected: list[int]) -> None:
     """Sequences were preempted, and a prompt's cached blocks give the tokens that it gave before."""
     assert llm.stats().preemptions > 0
-    tokens(llm, [prompt], greedy(1))  # the window behind the prompt may have been lost in the crowd
+    tokens(llm, [prompt], greedy(1))  # the blocks of its last window may have been lost in the crowd
     again = llm.generate([prompt], greedy(len(expected)), use_tqdm=False)[0]
     assert again.outputs[0].token_ids == expected
     assert again.metrics.num_cached_tokens == (96 if llm.config.shares_prefixes else 0)

@@ -66,7 +66,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 
 def greedy(prompts: Iterable[str], max_tokens: int, **options: Any) -> list[str]:
-    """What the engine itself writes behind prompts."""
+    """What the engine itself writes after prompts."""
     llm = LLM(block_size=16, kv_cache_memory_bytes=64 << 20)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **options)
     return [output.outputs[0].text for output in llm.generate(list(prompts), params, use_tqdm=False)]
@@ -143,7 +143,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tasks. The first choice of each question is what the model would write."""
     folder = tmp_path_factory.mktemp("task")
     begun = zip(PROMPTS, greedy(PROMPTS, 1), greedy(PROMPTS, 7), strict=True)
-    rows = [  # the answer goes on behind its first token: lm-eval moves white space from one side to the other
+    rows = [  # the answer goes on after its first token: lm-eval moves white space from one side to the other
         {"question": prompt, "stem": prompt + first, "choices": [text.removeprefix(first), "=d", "#>", "+f=9"]}
         for prompt, first, text in begun
     ]

@@ -117,7 +117,7 @@ def test_tools_and_calls_have_the_form_of_chats(parrot_server: ServerProcess) ->
 
 @pytest.mark.parametrize("content", ["Let me look.", [{"type": "text", "text": "Let me look."}]])
 def test_the_last_message_is_continued(client: Any, parrot_server: ServerProcess, content: Any) -> None:
-    """The answer is what comes behind the text, which it does not repeat."""
+    """The answer is what comes after the text, which it does not repeat."""
     messages = [*ASK["messages"], {"role": "assistant", "content": content}]
     answer = client.messages.create(**ASK | {"messages": messages}, tools=OWN_TOOLS)
     (call,) = answer.content

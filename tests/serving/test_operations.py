@@ -169,7 +169,7 @@ def test_clients_that_go_away(server: ServerProcess) -> None:
 
 
 def test_a_client_that_goes_away_with_requests_in_line(server: ServerProcess) -> None:
-    """The second request on its connection waits for the first one, which ends too. So it does behind broken HTTP."""
+    """The second request on its connection waits for the first one, which ends too. So it does after broken HTTP."""
     body = json.dumps({**LONG, "max_tokens": 4000, "stream": True}).encode()
     request = COMPLETION_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     for noise in (b"", b"no HTTP\r\n\r\n"):

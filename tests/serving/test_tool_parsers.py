@@ -155,7 +155,7 @@ def values(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 def surrounded(name: str, text: str) -> tuple[str, str]:
-    """A text with others in front of it and behind it, and what is left of these."""
+    """A text with others in front of it and after it, and what is left of these."""
     if name == "openai":
         start, final = "<|start|>assistant", "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
         return f"<|channel|>commentary<|message|>Sure.<|end|>{start}{text}{final}", "Sure.Done."
@@ -196,7 +196,7 @@ def test_what_only_looks_like_a_call_stays_text(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "template"), FORMS, ids=IDS)
 def test_a_call_that_is_none_hides_no_other(name: str, template: str) -> None:
-    """A tag with words behind it stays text, and the call that follows is read."""
+    """A tag with words after it stays text, and the call that follows is read."""
     text = render(template, CALLS[:1]).strip("\n")
     tags = tool_parser(name).tags
     if not tags or not text.startswith(tags):

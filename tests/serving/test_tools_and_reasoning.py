@@ -213,7 +213,7 @@ def test_tools_that_are_allowed(client: Any) -> None:
 
 
 def test_the_thought_comes_before_the_rule(client: Any) -> None:
-    """The free part goes as the model likes, and the rule holds behind it."""
+    """The free part goes as the model likes, and the rule holds after it."""
     answer = ask(
         client, extra_body={"structured_outputs": {"regex": "[0-9]{5}"}, "chat_template_kwargs": {"opened": 1}}
     )

@@ -124,7 +124,7 @@ OBJECT = {"type": "object"}
 
 @pytest.mark.parametrize("pattern", ["^a$", "^(a)$", "^(?:b|a)$"])
 def test_a_pattern_of_names_that_are_known_promises_no_further_property(pattern: str) -> None:
-    """A comma behind the last one would be followed by nothing that fits."""
+    """A comma after the last one would be followed by nothing that fits."""
     number = {"type": "integer", "multipleOf": 5}
     schema = {**OBJECT, "properties": {"a": number, "b": number}, "required": ["a", "b"], "additionalProperties": False}
     rule = StructuredOutputsParams(json={**schema, "patternProperties": {pattern: {"minimum": 10}}})

@@ -347,7 +347,7 @@ def test_a_step_with_chunks_fits_its_size(max_num_seqs: int, max_num_batched_tok
 
 
 def test_a_graph_reads_tables_of_every_width() -> None:
-    """Of wide tables only the columns that a step needs are copied; what lies behind is of an earlier step."""
+    """Of wide tables only the columns that a step needs are copied; what lies after is of an earlier step."""
     params, tables = SamplingParams(), PartTables(3, [40], block_size=16)
     tables.table[0] = np.arange(120).reshape(3, 40)
     read: list[torch.Tensor] = []

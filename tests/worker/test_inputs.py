@@ -84,7 +84,7 @@ class Worker:
 
 
 def fields(inputs: StepInputs) -> dict[str, list]:
-    return {name: getattr(inputs, name).tolist() for name, *_ in inputs.shape.layout()}
+    return {name: inputs.by_name[name].tolist() for name, *_ in inputs.shape.layout()}
 
 
 EVENTS = (

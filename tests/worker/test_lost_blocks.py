@@ -80,7 +80,7 @@ class Losing:
                 self._check_tokens(self.live.pop(output.request_id))
         self.engine.scheduler.check()
         self.watch.check()
-        self.store._queue.submit(self._lose).wait()  # behind what was submitted before
+        self.store._queue.submit(self._lose).wait()  # after what was submitted before
 
     def _lose(self) -> None:
         for block in [block for block in sorted(self.store.held) if self.random.random() < self.loss]:

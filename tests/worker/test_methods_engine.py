@@ -416,7 +416,7 @@ def test_preemption_changes_no_token_under_a_threshold(checkpoint: Path, method:
 def test_a_failed_step_leaves_no_trace(
     checkpoint: Path, decoder: DenseDecoder, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises in the model, behind the compressions; everything is computed again from the tokens."""
+    """It raises in the model, after the compressions; everything is computed again from the tokens."""
     prompts, params = random_token_ids(50, 20, 30), [greedy(60, 0), greedy(60, 1), greedy(60, 2)]
 
     def complete(failing_steps: tuple[int, ...]) -> list[list[int]]:
@@ -446,7 +446,7 @@ def fail(*_: Any) -> None:
 
 
 def test_mass_of_completions_of_one_prompt(checkpoint: Path, decoder: DenseDecoder) -> None:
-    """A prompt in chunks, forks behind its last one, and a second life of those that are preempted."""
+    """A prompt in chunks, forks after its last one, and a second life of those that are preempted."""
     llm, recorder = make_llm(
         checkpoint, compression_config("h2o", "threshold"), max_num_batched_tokens=8, num_gpu_blocks_override=13
     )
@@ -529,7 +529,7 @@ def test_a_budget_of_everything_changes_no_token(checkpoint: Path, uncompressed:
 
 @pytest.mark.parametrize("method", ["keydiff", "snapkv"])
 def test_tokens_of_completions_do_not_depend_on_the_pool(checkpoint: Path, method: str) -> None:
-    """All completions share the prompt's blocks, which are due to be compressed right behind their first token. In the
+    """All completions share the prompt's blocks, which are due to be compressed right after their first token. In the
     tight pool there is no room for what survives of each: they wait, and none runs on uncompressed."""
     config = compression_config(method, "threshold", threshold_tokens=56, budget_tokens=40)
     params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)

@@ -66,7 +66,7 @@ def test_a_prompt_is_scored_as_a_text_that_stands_twice(checkpoint: Path, decode
 def test_long_texts_are_repeated_in_pieces(
     checkpoint: Path, decoder: DenseDecoder, small_pieces: None, policy: str, options: dict[str, Any]
 ) -> None:
-    """Prompts and output, whole caches that were cut before, and texts behind which few positions are left."""
+    """Prompts and output, whole caches that were cut before, and texts after which few positions are left."""
     llm, recorder = make_llm(checkpoint, compression_config("kvzip", policy, **options))
     run(llm, random_token_ids(50, 17, 160), [greedy(60, 0), greedy(90, 1), greedy(30, 2)])
     assert len(recorder.events) >= 8
@@ -75,7 +75,7 @@ def test_long_texts_are_repeated_in_pieces(
 
 def test_pieces_begin_with_the_end_of_the_piece_before(small_pieces: None) -> None:
     assert list(pieces(5, 40, room=100)) == [(5, 21), (18, 37), (34, 40)]
-    assert list(pieces(0, 20, room=13)) == [(0, 10), (7, 20)]  # 3 and 10 tokens fit behind the text
+    assert list(pieces(0, 20, room=13)) == [(0, 10), (7, 20)]  # 3 and 10 tokens fit after the text
     assert list(pieces(0, 15, room=4)) == [(0, 7), (4, 14), (11, 15)]
     assert list(pieces(3, 9, room=100)) == [(3, 9)]
 

@@ -88,7 +88,7 @@ ENGINE, THREAD = "prepared by the engine", "prepared by the thread"
 
 
 def test_between_two_passes_there_are_only_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs are prepared before, and results are handed over behind them. A plan that does more is prepared when its
+    """Inputs are prepared before, and results are handed over after them. A plan that does more is prepared when its
     turn comes, behind the results."""
     [expected] = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
     observed = Observed(llm.llm_engine.executor.runner, monkeypatch)
@@ -115,7 +115,7 @@ def test_between_two_passes_there_are_only_tokens(llm: LLM, monkeypatch: pytest.
 
 
 def test_a_failure_keeps_no_result_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes behind the result of the step before, and the thread goes on."""
+    """It comes after the result of the step before, and the thread goes on."""
     observed = Observed(llm.llm_engine.executor.runner, monkeypatch)
     observed.launch(prompt_plan(0, 0, reset=True))
     observed.await_pass()

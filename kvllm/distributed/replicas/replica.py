@@ -214,8 +214,9 @@ class Replica:
             runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=loaded.num_blocks), settings.model
         step_cost = measure_steps(executor, config, model.vocab_size) if config.speculation else None
-        options = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "step_cost": step_cost}
-        engine = LLMEngine(config, executor, **options)
+        engine = LLMEngine(
+            config, executor, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, step_cost=step_cost
+        )
         self._reporter = Reporter(engine, Path(settings.tokenizer_path or settings.path))
         return msgspec.msgpack.encode(loaded)
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
+from kvllm.stats import MemoryField
 from kvllm.worker.features.adapters import AdapterFeature
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.base import StepFeature, WorkerParts
@@ -41,9 +42,9 @@ def add_features(worker: WorkerParts) -> None:
             worker.features.append(feature)
 
 
-def bytes_beside_pool(config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+def bytes_beside_pool(config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
     """Memory of a rank for all of them, by the field of EngineStats that counts it."""
-    found = Counter[str]()
+    found = Counter[MemoryField]()
     for kind in KINDS:
         found.update(kind.num_bytes(config, shape))
     return dict(found)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.kvcache.cache import CacheShape
@@ -20,6 +21,7 @@ from kvllm.kvcache.recurrent import RecurrentStep
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.lora.product import AdapterRows
 from kvllm.models.base import Decoder
+from kvllm.stats import MemoryField
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -71,6 +73,8 @@ class PassAttention:
 
 
 Attend = Callable[[PassAttention], None]
+Restore = Callable[[int], None]
+"""Called with a table slot."""
 
 
 class StepFeature(ABC):
@@ -94,7 +98,7 @@ class StepFeature(ABC):
         """The feature, if the options ask for it."""
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         """Memory of a rank that it takes beside the pool, by the field of EngineStats that counts it."""
         return {}
 
@@ -125,9 +129,8 @@ class StepFeature(ABC):
     def before_choice(self, job: CompressionJob, blocks: np.ndarray) -> None:
         """Survivors are about to be chosen in the first part. blocks: ids of the region's."""
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
-        """Those among `kvllm.compression.registry.INPUTS` that come from it, with a row for each window in the first
-        layer, then in the next."""
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
+        """Those that come from it, with a row for each window in the first layer, then in the next."""
         return {}
 
     def read_fields(self, table_slots: list[int]) -> dict[str, torch.Tensor]:
@@ -158,7 +161,7 @@ class StepFeature(ABC):
 
     def fork(self, parent: int, child: int) -> None:
         """A sequence branches after a pass, before it was ever compressed."""
-        self.restore(child, self.save(parent))
+        self.save(parent)(child)
 
     def reports(self, plan: StepPlan) -> bool:
         """Whether it is asked to add to the result of a plan, which is then made before the next one changes
@@ -170,11 +173,9 @@ class StepFeature(ABC):
 
     # Sequences that go to the host and come back
 
-    def save(self, table_slot: int) -> Any:
-        """All that is known of a sequence, for `restore`."""
-
-    def restore(self, table_slot: int, saved: Any) -> None:
-        """A sequence that has started goes on as it was."""
+    def save(self, table_slot: int) -> Restore:
+        """Copy all that is known of a sequence. What this returns lets one that has started go on as it was."""
+        return lambda table_slot: None
 
     def close(self) -> None:
         """No plan comes any more."""

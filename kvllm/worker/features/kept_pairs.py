@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvllm.core.protocol import CompressionJob, KeptPairs, SequenceStart, StepPlan, StepResult
-from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.features.base import Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState, part_of_layers
 from kvllm.worker.windows import Move
 
@@ -60,11 +60,9 @@ class KeptPairsReports(StepFeature):
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self._known.pop(table_slot, None)
 
-    def save(self, table_slot: int) -> dict[int, Known]:
-        return dict(self._known.get(table_slot, {}))
-
-    def restore(self, table_slot: int, saved: dict[int, Known]) -> None:
-        self._known[table_slot] = saved
+    def save(self, table_slot: int) -> Restore:
+        known = dict(self._known.get(table_slot, {}))
+        return lambda table_slot: self._known.update({table_slot: known})
 
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:

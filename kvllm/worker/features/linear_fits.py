@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.methods.linear_scorer import num_features
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.windows import PartWindows
 
@@ -25,7 +27,7 @@ class LinearFits(StepFeature):
         return cls(worker.shape.num_layers) if compression and compression.spec.learns else None
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         if config.active_compression is None or not config.active_compression.spec.learns:
             return {}
         of_layer = LinearFit.bytes_for(shape.num_kv_heads, num_features(shape.head_dim))
@@ -34,5 +36,5 @@ class LinearFits(StepFeature):
     def reset(self) -> None:
         self.fits = [LinearFit() for _ in self.fits]
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         return {"fits": [self.fits[layer] for layer in layers]}

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Generic, Self
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan, ScoredChunk, ScoreWindows
 from kvllm.compression.mass import Softmax, batched_attention_mass
+from kvllm.compression.registry import MethodInputs
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import BlockTables, SequenceState, part_of_layers
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write_rows
@@ -99,12 +100,14 @@ class ObservedScores(StepFeature):
         """Windows from KV pair `kv_index` on are scored."""
         self.window_start[table_slot] = self.uncompressed[table_slot] = kv_index
 
-    def save(self, table_slot: int) -> tuple[int, int]:
-        """Where a sequence's windows begin, for `restore`. Its scores move with its blocks."""
-        return int(self.window_start[table_slot]), int(self.uncompressed[table_slot])
+    def save(self, table_slot: int) -> Restore:
+        """Of where a sequence's windows begin. Its scores move with its blocks."""
+        window_start, uncompressed = self.window_start[table_slot], self.uncompressed[table_slot]
 
-    def restore(self, table_slot: int, saved: tuple[int, int]) -> None:
-        self.window_start[table_slot], self.uncompressed[table_slot] = saved
+        def restore(table_slot: int) -> None:
+            self.window_start[table_slot], self.uncompressed[table_slot] = window_start, uncompressed
+
+        return restore
 
     def window_starts(self, table_slots: np.ndarray | int, longer: np.ndarray | int) -> np.ndarray:
         """The index in a part at which windows of sequences begin.
@@ -125,9 +128,9 @@ class ObservedScores(StepFeature):
         is_survivor = index < kv_length - uncovered
         return np.where(is_survivor, PRIOR + uncovered, kv_length - index).astype(np.float32)
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         num_scored = windows.size - self.num_unscored
-        found: dict[str, Any] = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
+        found: MethodInputs = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
         if self.reselects:
             kv_lengths = windows.part.tables.kv_lengths(windows.table_slots).tolist()
             pairs = zip(windows.windows, kv_lengths, strict=True)
@@ -325,25 +328,25 @@ class WindowScorer:
         scores[windows.blocks, :, windows.slots] = mass
 
 
-class ScoringBackend(AttentionBackend):
+class ScoringBackend(AttentionBackend[tuple[Plan, list[ScoredWindows]]], Generic[Plan]):
     """A backend, and the scores of sequences that it leaves to others. held: gets the queries of a pass with drafts."""
 
     name = "scoring"
 
-    def __init__(self, backend: AttentionBackend, scorer: WindowScorer, held: HeldQueries | None) -> None:
+    def __init__(self, backend: AttentionBackend[Plan], scorer: WindowScorer, held: HeldQueries | None) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.scorer = scorer
         self.held = held
 
-    def plan(self, batch: AttentionBatch) -> tuple[Any, list[ScoredWindows]]:
+    def plan(self, batch: AttentionBatch) -> tuple[Plan, list[ScoredWindows]]:
         return self.backend.plan(batch), self.scorer.prepare(batch.scored_chunks, batch.block_tables)
 
     def run(
         self,
         layer: int,
         queries: torch.Tensor,
-        plan: tuple[Any, list[ScoredWindows]],
+        plan: tuple[Plan, list[ScoredWindows]],
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         inner, every = plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan, StepResult, TransferReport
@@ -11,7 +11,7 @@ from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.kvcache.tiers.records import RecordLayout
-from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.features.base import Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 
 
@@ -24,7 +24,7 @@ class Offloader(StepFeature):
         self.cache = cache
         self.store = store
         self.features = features
-        self._saved: dict[int, list[Any]] = {}
+        self._saved: dict[int, list[Restore]] = {}
         self._told = False  # what the disk has
 
     @classmethod
@@ -51,8 +51,8 @@ class Offloader(StepFeature):
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         """A sequence that was suspended goes on with what was kept of it."""
-        for feature, saved in zip(self.features, self._saved.pop(start.seq_id, ()), strict=False):
-            feature.restore(table_slot, saved)
+        for restore in self._saved.pop(start.seq_id, ()):
+            restore(table_slot)
 
     def after_compression(self, plan: StepPlan) -> None:
         """Begin to load."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 
+from kvllm.compression.registry import MethodInputs
 from kvllm.core.protocol import SequenceStart
 from kvllm.kvcache.cache import CacheShape
-from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.features.base import Restore, StepFeature, WorkerParts
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
 from kvllm.worker.transfer import to_device
 from kvllm.worker.windows import Move, PartWindows
@@ -44,12 +45,13 @@ class RaggedLengths(StepFeature):
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.packed_len[table_slot] = 0
 
-    def save(self, table_slot: int) -> tuple[int, np.ndarray]:
-        """All that is known of a sequence, for `restore`."""
-        return int(self.packed_len[table_slot]), self.head_lengths[:, table_slot].copy()
+    def save(self, table_slot: int) -> Restore:
+        packed_len, head_lengths = self.packed_len[table_slot], self.head_lengths[:, table_slot].copy()
 
-    def restore(self, table_slot: int, saved: tuple[int, np.ndarray]) -> None:
-        self.packed_len[table_slot], self.head_lengths[:, table_slot] = saved
+        def restore(table_slot: int) -> None:
+            self.packed_len[table_slot], self.head_lengths[:, table_slot] = packed_len, head_lengths
+
+        return restore
 
     def move(self, moves: Sequence[Move]) -> None:
         counts = torch.stack([(move.chosen[:, 0] >= 0).sum(-1) for move in moves], dim=1)
@@ -76,7 +78,7 @@ class RaggedLengths(StepFeature):
             "head_lengths": to_device(self.head_lengths[:, table_slots], self.device),
         }
 
-    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         evicted = self.evicted_mask(layers[0], windows.table_slots, windows.starts, windows.size)
         return {"capacity": windows.windows[0].retain, "evicted_mask": evicted}
 

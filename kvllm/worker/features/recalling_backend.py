@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan
 from kvllm.compression.mass import Softmax
 from kvllm.compression.recall import Exchanges, exchange, upper_scores
 from kvllm.kvcache.tiers.chunks import CHUNK
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from kvllm.worker.features.recall import CompressedSequence, Recall, RecallGroup
 
 
-class RecallingBackend(AttentionBackend):
+class RecallingBackend(AttentionBackend[Plan]):
     """A backend, and the exchanges of a step's groups in front of each layer's attention."""
 
     name = "recalling"
 
-    def __init__(self, backend: AttentionBackend, recall: Recall, groups: list[RecallGroup]) -> None:
+    def __init__(self, backend: AttentionBackend[Plan], recall: Recall, groups: list[RecallGroup]) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.recall = recall
         self.groups = groups
         self.scores_windows = backend.scores_windows
 
-    def plan(self, batch: AttentionBatch) -> Any:
+    def plan(self, batch: AttentionBatch) -> Plan:
         return self.backend.plan(batch)
 
-    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: Plan, sinks: torch.Tensor | None = None) -> torch.Tensor:
         softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
         for group in self.groups:
             self._recall(layer, queries[group.rows], group, softmax)

@@ -13,7 +13,8 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateChanges, StateShape
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.stats import MemoryField
+from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write
@@ -52,7 +53,7 @@ class RecurrentFeature(StepFeature):
         return cls(shape, worker.config, worker.device) if shape else None
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         size = shape.recurrent.bytes_per_sequence if shape.recurrent else 0
         return {"recurrent_state_bytes": _num_rows(config) * size}
 
@@ -106,11 +107,9 @@ class RecurrentFeature(StepFeature):
         else:
             self.states.copy(self.first_copy + start.state_row, table_slot)
 
-    def save(self, table_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states.save(table_slot)
-
-    def restore(self, table_slot: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.states.restore(table_slot, saved)
+    def save(self, table_slot: int) -> Restore:
+        saved = self.states.save(table_slot)
+        return lambda table_slot: self.states.restore(table_slot, saved)
 
     def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
         if is_new:
@@ -120,7 +119,7 @@ class RecurrentFeature(StepFeature):
         for fields in attention.fields:
             fields.pop(SLOTS)  # which attention itself has no use for
         inputs = attention.inputs
-        attention.recurrent = RecurrentStep(self.states, getattr(inputs, SLOTS), inputs.query_start_loc)
+        attention.recurrent = RecurrentStep(self.states, inputs.by_name[SLOTS], inputs.query_start_loc)
 
 
 def _num_rows(config: EngineConfig) -> int:

@@ -13,7 +13,8 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.residual import ResidualStep
-from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.stats import MemoryField
+from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 
@@ -44,18 +45,20 @@ class KVResidual(StepFeature):
         return cls(worker.shape, config.kv_residual_tokens, config.max_num_seqs)
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         vectors = shape.num_layers * 2 * config.max_num_seqs * config.kv_residual_tokens * shape.num_kv_heads
         return {"kv_residual_bytes": vectors * shape.head_dim * shape.dtype.itemsize}
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.first[table_slot] = start.logical_length
 
-    def save(self, table_slot: int) -> tuple[int, torch.Tensor]:
-        return int(self.first[table_slot]), self.pairs[:, :, table_slot].clone()
+    def save(self, table_slot: int) -> Restore:
+        first, pairs = self.first[table_slot], self.pairs[:, :, table_slot].clone()
 
-    def restore(self, table_slot: int, saved: tuple[int, torch.Tensor]) -> None:
-        self.first[table_slot], self.pairs[:, :, table_slot] = saved
+        def restore(table_slot: int) -> None:
+            self.first[table_slot], self.pairs[:, :, table_slot] = first, pairs
+
+        return restore
 
     def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         """Put back what wrong drafts have overwritten: the next tokens attend it."""
