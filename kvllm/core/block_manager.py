@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from itertools import accumulate
@@ -272,7 +271,7 @@ class BlockManager:
         """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it; and
         every table holds what it has to."""
         sequences = list(sequences)
-        self.pool.check(Counter(block for seq in sequences for table in seq.tables for block in table.blocks))
+        self.pool.check([block for seq in sequences for table in seq.tables for block in table.blocks])
         for seq in sequences:
             for table in seq.tables:
                 table.check(seq.logical_length)

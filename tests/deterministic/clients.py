@@ -62,7 +62,7 @@ class Clients:
     async def ask(self, name: str, arrival: Arrival) -> Got:
         """Wait for the time of a request, and ask."""
         await asyncio.sleep(arrival.at)
-        number = arrival.params.n
+        number = arrival.sampling.get("n", 1)
         got = Got([[] for _ in range(number)], [None] * number)
         ways = {"generate": self._generate, "deliver": self._deliver, "beam": self._search}
         talk = ways.get(arrival.via, self._post)

@@ -8,12 +8,9 @@ same. It shares no code with the real worker.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
 from collections.abc import Callable
-
-import numpy as np
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import Executor
@@ -38,7 +35,8 @@ from kvllm.core.sequence import PENDING
 from kvllm.sampling_params import SamplingParams
 from tests.helpers.plans import Scheduled, scheduled_in
 
-BITS = 64
+BITS = 48
+"""Of a digest: sums of some thousand are added up fast, as they fit into a machine's word."""
 MASK = 2**BITS - 1
 GARBAGE = 0x5DEECE66D
 VOCAB = 24
@@ -47,10 +45,10 @@ END = 2
 
 
 def mix(value: int) -> int:
-    """A permutation of 64 bits in which each bit of the input moves half of the output's."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
-    return value ^ (value >> 31)
+    """A permutation of 48 bits in which each bit of the input moves half of the output's."""
+    value = (value ^ (value >> 25)) * 0x476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 23)) * 0x49BB133111EB & MASK
+    return value ^ (value >> 24)
 
 
 def factor(part: int) -> int:
@@ -83,22 +81,33 @@ def likeliest(token: int, count: int) -> list[tuple[int, float]]:
 class Text:
     """A text, and digests of its beginnings with the adapter. sums: of the digests before each position."""
 
+    BASE = 7
+    """The root of a text without an adapter."""
+
     def __init__(self, tokens: list[int], adapter: str = "") -> None:
-        self.root = sum(adapter.encode()) + 7
+        self.root = sum(adapter.encode()) + self.BASE
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self.sums = [0]
         self.extend(tokens)
 
     def extend(self, tokens: list[int]) -> None:
+        digest, total = self.digests[-1] if self.digests else self.root, self.sums[-1]
         for token in tokens:
-            digest = mix((self.digests[-1] if self.digests else self.root) ^ (token + 1))
+            digest = mix(digest ^ (token + 1))
+            total += digest
             self.digests.append(digest)
-            self.sums.append(self.sums[-1] + digest & MASK)
+            self.sums.append(total)
         self.tokens += tokens
 
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.digests[length:], self.sums[length + 1 :]
+
+    def fork(self) -> Text:
+        other = Text([])
+        other.root = self.root
+        other.tokens, other.digests, other.sums = self.tokens[:], self.digests[:], self.sums[:]
+        return other
 
 
 class Table:
@@ -115,33 +124,38 @@ class Table:
         self.kept: list[int] | None = None
         self.kept_sum = 0
         self.blocks: list[int] = []
-        self.slots = np.empty(0, np.int64)
+        self.slots: list[int] = []
         self.replace(0, blocks)
 
     def replace(self, index: int, blocks: list[int]) -> None:
         """Let other blocks follow on the first `index` ones."""
         size = self.block_size
         self.blocks[index:] = blocks
-        new = (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-        self.slots = np.concatenate([self.slots[: index * size], new])
+        del self.slots[index * size :]
+        for block in blocks:
+            self.slots += range(block * size, (block + 1) * size)
 
     def slide(self, length: int) -> None:
         """Let go of the blocks that no token after `length` attends."""
         while self.window is not None and self.dropped + self.block_size <= length + 1 - self.window:
             self.dropped += self.block_size
-            del self.blocks[0]
-            self.slots = self.slots[self.block_size :]
+            del self.blocks[0], self.slots[: self.block_size]
 
     def add(self, digest: int, position: int) -> None:
         if self.kept is not None:
             self.kept.append(position)
-            self.kept_sum = self.kept_sum + digest & MASK
+            self.kept_sum += digest
 
     def expected(self, text: Text, length: int) -> int:
         """The sum over the pairs that the token after `length` tokens attends, by the history of the sequence."""
         if self.window is not None:
-            return text.sums[length] - text.sums[max(0, length - self.window)] & MASK
+            return text.sums[length] - text.sums[max(0, length - self.window)]
         return text.sums[length] if self.kept is None else self.kept_sum
+
+    def fork(self) -> Table:
+        other = Table(self.dropped, self.blocks, self.block_size, self.window)
+        other.kept, other.kept_sum = self.kept and self.kept[:], self.kept_sum
+        return other
 
 
 class ModelSequence:
@@ -152,6 +166,11 @@ class ModelSequence:
         self.sampling = sampling
         self.seed = seed
         self.tables: list[Table] = []
+
+    def fork(self, seed: int) -> ModelSequence:
+        other = ModelSequence(self.text.fork(), self.prompt_length, self.logical, self.sampling, seed)
+        other.tables = [table.fork() for table in self.tables]
+        return other
 
 
 class ModelHost:
@@ -164,43 +183,43 @@ class ModelHost:
         self.size = block_size
         self.lot = lot
         self.loss = loss
-        self.disk: dict[bytes, np.ndarray] = {}
+        self.disk: dict[bytes, list[int]] = {}
         self.restart()
 
     def restart(self) -> None:
         """All but the disk is empty."""
-        self.blocks: dict[int, np.ndarray] = {}
-        self.loads: dict[int, tuple[list[int], list[np.ndarray | None]]] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.loads: dict[int, tuple[list[int], list[list[int] | None]]] = {}
         self.cancelled: list[int] = []
         self.suspended: dict[int, list[tuple[list[int] | None, int]]] = {}
         self.has_told = False
 
-    def content(self, cache: np.ndarray, block: int) -> np.ndarray:
-        return cache[block * self.size : (block + 1) * self.size]
-
-    def store(self, transfer: BlockTransfer, cache: np.ndarray) -> None:
+    def store(self, transfer: BlockTransfer, cache: list[int]) -> None:
         digests = transfer.digests or [b""] * len(transfer.blocks)
         for block, host_block, digest in zip(transfer.blocks, transfer.host_blocks, digests, strict=True):
             for tier, key, is_asked in ((self.blocks, host_block, host_block != NOWHERE), (self.disk, digest, digest)):
                 if is_asked:
                     tier.pop(key, None)  # type: ignore[call-overload]
                     if self.lot() >= self.loss:
-                        tier[key] = self.content(cache, block).copy()  # type: ignore[index]
+                        tier[key] = cache[block * self.size : (block + 1) * self.size]  # type: ignore[index]
+
+    def _write(self, cache: list[int], block: int, content: list[int] | None) -> None:
+        cache[block * self.size : (block + 1) * self.size] = content or [GARBAGE] * self.size
 
     def cancel(self, number: int) -> None:
         if self.loads.pop(number, None):
             self.cancelled.append(number)
 
-    def load(self, load: Load, cache: np.ndarray) -> None:
+    def load(self, load: Load, cache: list[int]) -> None:
         blocks, host_blocks = load.transfer.blocks, load.transfer.host_blocks
         digests = load.transfer.digests or [b""] * len(blocks)
         for block in blocks:
-            self.content(cache, block)[:] = GARBAGE
+            self._write(cache, block, None)
         pairs = zip(host_blocks, digests, strict=True)
         found = [self.disk.get(digest) if host == NOWHERE else self.blocks.get(host) for host, digest in pairs]
         self.loads[load.number] = blocks, found
 
-    def report(self, cache: np.ndarray, wait: bool) -> TransferReport:
+    def report(self, cache: list[int], wait: bool) -> TransferReport:
         loaded, lost, self.cancelled = [], self.cancelled, []
         for number, (blocks, found) in list(self.loads.items()):
             if not wait and self.lot() < 0.6:
@@ -209,7 +228,7 @@ class ModelHost:
             is_lost = any(each is None for each in found)
             (lost if is_lost else loaded).append(number)
             for block, each in zip(blocks, found, strict=True):
-                self.content(cache, block)[:] = GARBAGE if each is None else each
+                self._write(cache, block, each)
         on_disk = [] if self.has_told else list(self.disk)
         self.has_told = True
         return TransferReport(loaded, lost, 1, 1e-3, on_disk)
@@ -224,7 +243,7 @@ class ExactModel(Executor):
         rng: random.Random,
         *,
         loss: float = 0.0,
-        before_result: Callable[[StepPlan], None] = lambda plan: None,
+        before_result: Callable[[bytes], None] = lambda plan: None,
     ) -> None:
         self.config = config
         self.fills_pending = config.async_scheduling
@@ -237,7 +256,6 @@ class ExactModel(Executor):
         self.windows = windows
         self.full_parts = [part for part, window in enumerate(windows) if window is None]
         self.factors = [factor(part) for part in range(len(windows))]
-        self.cache = np.full(config.num_blocks * config.block_size, GARBAGE, np.uint64)
         self.host = ModelHost(config.block_size, rng.random, loss)
         self.restart()
 
@@ -246,7 +264,7 @@ class ExactModel(Executor):
         self.sequences: dict[int, ModelSequence] = {}
         self.sampled: dict[int, int] = {}  # the last token of each sequence
         self.verified: dict[int, list[int]] = {}
-        self.cache[:] = GARBAGE
+        self.cache = [GARBAGE] * (self.config.num_blocks * self.config.block_size)
         self.host.restart()
 
     def launch(self, plan: StepPlan) -> None:
@@ -255,11 +273,11 @@ class ExactModel(Executor):
         self._plans.append(encode(plan))
 
     def collect(self) -> StepResult:
-        plan = decode_plan(self._plans.popleft())
+        encoded = self._plans.popleft()
         self.is_running = True
         try:
-            self.before_result(plan)
-            return decode_result(encode(self.run(plan)))
+            self.before_result(encoded)
+            return decode_result(encode(self.run(decode_plan(encoded))))
         finally:
             self.is_running = False
 
@@ -286,9 +304,9 @@ class ExactModel(Executor):
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
         for each in plan.copies:
-            table = self.sequences[each.seq_id].tables[each.part]
-            content = self.host.content(self.cache, table.blocks[each.index])
-            self.host.content(self.cache, each.destination)[:] = content
+            table, size = self.sequences[each.seq_id].tables[each.part], self.config.block_size
+            content = self.cache[table.blocks[each.index] * size :][:size]
+            self.cache[each.destination * size : (each.destination + 1) * size] = content
             table.replace(each.index, [each.destination, *table.blocks[each.index + 1 :]])
         for load in plan.loads:
             self.host.load(load, self.cache)
@@ -307,7 +325,7 @@ class ExactModel(Executor):
             for table, kept in zip(seq.tables, self.host.suspended.pop(start.seq_id, []), strict=False):
                 table.kept, table.kept_sum = kept
             self.sequences[start.seq_id] = seq
-        adapters = {seq.text.root for seq in self.sequences.values()} - {Text([]).root}
+        adapters = {seq.text.root for seq in self.sequences.values()} - {Text.BASE}
         assert len(adapters) <= self.config.max_loras, "more adapters are in use than fit"
 
     def _accept(self, plan: StepPlan) -> None:
@@ -356,13 +374,14 @@ class ExactModel(Executor):
         new = [self.sampled[item.seq_id] if token == PENDING else token for token in item.new_tokens]
         seq.text.extend([*new, *item.draft])
         begin, end = seq.logical, seq.logical + item.num_tokens
-        content = np.array(seq.text.digests[begin:end], np.uint64)
+        content = seq.text.digests[begin:end]
         for part, table in enumerate(seq.tables):
             if item.new_blocks:
                 table.replace(len(table.blocks), item.new_blocks[part])
             assert begin >= table.dropped and end - table.dropped <= len(table.slots), "there is no block for a pair"
-            slots = table.slots[begin - table.dropped : end - table.dropped]
-            self.cache[slots] = content * np.uint64(self.factors[part])
+            scale = self.factors[part]
+            for digest, slot in zip(content, table.slots[begin - table.dropped :], strict=False):
+                self.cache[slot] = digest * scale & MASK
         self._count(seq, item.num_tokens)
 
     def _count(self, seq: ModelSequence, number: int) -> None:
@@ -376,8 +395,7 @@ class ExactModel(Executor):
         total = 0
         for table in seq.tables:
             first = table.dropped if table.window is None else max(0, length - table.window)
-            slots = table.slots[first - table.dropped : length - table.dropped]
-            total += int(self.cache[slots].sum(dtype=np.uint64))
+            total += sum(map(self.cache.__getitem__, table.slots[first - table.dropped : length - table.dropped]))
         return total & MASK
 
     def _expected(self, seq: ModelSequence, length: int) -> int:
@@ -406,9 +424,7 @@ class ExactModel(Executor):
 
     def _fork(self, seq: ModelSequence, fork: Fork, attended: int) -> SampledToken:
         assert fork.seq_id not in self.sequences
-        child = copy.deepcopy(seq)
-        child.seed = fork.seed
-        self.sequences[fork.seq_id] = child
+        child = self.sequences[fork.seq_id] = seq.fork(fork.seed)
         return self._sample(fork.seq_id, child, attended)
 
     def _verify(self, item: Scheduled, seq: ModelSequence) -> list[SampledToken]:
@@ -418,7 +434,7 @@ class ExactModel(Executor):
         for table in seq.tables:
             if table.kept is not None:
                 del table.kept[len(table.kept) - len(item.draft) :]
-                table.kept_sum = sum(seq.text.digests[position] for position in table.kept) & MASK
+                table.kept_sum = sum(seq.text.digests[position] for position in table.kept)
         drafted = seq.text.digests[before:]
         seq.text.cut(before)
         sampled = [self._sample(item.seq_id, seq, self._attended(seq, seq.logical))]
@@ -453,32 +469,32 @@ class ExactModel(Executor):
         start = job.first_block * size
         region_end = min(cached, start + job.region_blocks * size)
         held = list(range(seq.logical)) if table.kept is None else table.kept
-        content = self.cache[table.slots[start:region_end]]
-        own = np.array([text.digests[position] for position in held[start:region_end]], np.uint64)
-        chosen = self._survivors(job, content * np.uint64(pow(self.factors[part], -1, 2**BITS)))
-        expected = self._survivors(job, own)
+        content = [self.cache[slot] for slot in table.slots[start:region_end]]
+        inverse = pow(self.factors[part], -1, 2**BITS)
+        chosen = self._survivors(job, [each * inverse & MASK for each in content])
+        expected = self._survivors(job, [text.digests[position] for position in held[start:region_end]])
         blocks = table.blocks[job.first_block + job.region_blocks :]
         table.replace(job.first_block, [*job.destinations, *blocks])
-        self.cache[table.slots[start : start + len(chosen)]] = content[chosen]
+        for index, slot in zip(chosen, table.slots[start:], strict=False):
+            self.cache[slot] = content[index]
         dropped = region_end - start - len(chosen)
         table.dropped += dropped
         table.kept = [*held[:start], *(held[start + index] for index in expected), *held[region_end:]]
-        table.kept_sum = sum(text.digests[position] for position in table.kept) & MASK
+        table.kept_sum = sum(text.digests[position] for position in table.kept)
 
-    def _survivors(self, job: PartJob, content: np.ndarray) -> list[int]:
+    def _survivors(self, job: PartJob, content: list[int]) -> list[int]:
         """Offsets in the region. The last `buffer` pairs of a window stay, and what is after the windows."""
         if not job.destinations:
             return []
         compression = self.config.active_compression
         assert compression
         overlap = compression.buffer if isinstance(compression.policy, Standalone) else 0
-        scores = content * np.uint64(mix(99) | 1)
+        scores = [each * (mix(99) | 1) & MASK for each in content]
         kept: list[int] = []
         for i in range(job.num_windows):
             first = i * job.stride
             end = first + job.size - compression.buffer
-            best = first + np.argsort(scores[first:end], kind="stable")[: job.retain - compression.buffer]
-            kept += sorted(best.tolist())
+            kept += sorted(sorted(range(first, end), key=scores.__getitem__)[: job.retain - compression.buffer])
             if not overlap or i == job.num_windows - 1:
                 kept += range(end, first + job.size)
         return [*kept, *range(job.span, len(content))]

@@ -49,7 +49,7 @@ def _following(text: Text, windows: Sequence[int | None], sampling: SamplingPara
     attended = 0
     for part, window in enumerate(windows):
         first = 0 if window is None else max(0, length - window)
-        attended += factor(part) * (text.sums[length] - text.sums[first] & MASK)
+        attended += factor(part) * (text.sums[length] - text.sums[first])
     return next_token(attended & MASK, length, text.tokens[-1], sampling, seed)
 
 

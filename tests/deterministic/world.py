@@ -17,7 +17,7 @@ import kvllm.async_llm
 from kvllm.async_llm import AsyncLLM
 from kvllm.core.engine import LLMEngine
 from kvllm.core.executor import WorkersRestarted
-from kvllm.core.protocol import StepPlan, encode
+from kvllm.core.protocol import decode_plan
 from kvllm.distributed.replicas import replica
 from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.errors import EngineDeadError
@@ -163,9 +163,9 @@ class World:
         elif self.scenario.replicas > 1:
             self.rng.choice(self.replicas.replicas).kill()
 
-    def _before_result(self, plan: StepPlan) -> None:
+    def _before_result(self, plan: bytes) -> None:
         self.steps += 1
-        self.trace.update(encode(plan) + str(self.clock.now).encode())
+        self.trace.update(plan + str(self.clock.now).encode())
         if self.steps > MOST_STEPS:
             raise AssertionError(f"not finished after {MOST_STEPS} steps")
         fault = self._step_faults.get(self.steps)
@@ -177,7 +177,7 @@ class World:
             self.broken_rows += 1
             return
         if fault.executed:
-            model.run(plan)
+            model.run(decode_plan(plan))
         if fault.kind == "restart":
             model.restart()
             raise WorkersRestarted
