@@ -22,12 +22,13 @@ class CallbackFailed(Exception):
 
 
 class Got(Struct):
-    """What a client has of a request, by completion. text: of the only one, from a route that shows no tokens. left:
-    whether it went away before the end."""
+    """What a client has of a request, by completion. text: of the only one, from a route that shows no tokens.
+    prompt_logprobs: of the prompt's own tokens. left: whether it went away before the end."""
 
     tokens: list[list[int]]
     reasons: list[str | None]
     text: str = ""
+    prompt_logprobs: list[float | None] = []
     error: BaseException | None = None
     left: bool = False
 
@@ -35,6 +36,9 @@ class Got(Struct):
         for completion in output.outputs:
             self.tokens[completion.index] += completion.token_ids
             self.reasons[completion.index] = completion.finish_reason
+        if output.prompt_logprobs is not None:
+            own = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
+            self.prompt_logprobs = [each and each[token].logprob for token, each in own]
         if output.error is not None:
             self.error = output.error
 

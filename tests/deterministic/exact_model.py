@@ -3,14 +3,18 @@
 A KV pair is a digest of the text up to it. The sum over the pairs that a table leads to decides about the next token,
 so a wrong block, a wrong position or a lost pair shows at once, in the tokens and in a comparison: beside the cache,
 each sequence keeps the positions that its own history of compressions has left, and the sum over these must be the
-same. It shares no code with the real worker.
+same. The state of recurrent layers is such a digest, too, which goes from token to token. It shares no code with the
+real worker; grammars are followed by those that the worker uses.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import Executor
@@ -23,6 +27,7 @@ from kvllm.core.protocol import (
     Fork,
     Load,
     PartJob,
+    PromptLogprobs,
     SampledToken,
     StepPlan,
     StepResult,
@@ -32,7 +37,11 @@ from kvllm.core.protocol import (
     encode,
 )
 from kvllm.core.sequence import PENDING
+from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
+from kvllm.structured.compile import Grammars
+from kvllm.structured.matcher import Matcher
+from kvllm.structured.token_sets import unpack
 from tests.helpers.plans import Scheduled, scheduled_in
 
 BITS = 48
@@ -56,16 +65,29 @@ def factor(part: int) -> int:
     return mix(part + 1) | 1
 
 
-def next_token(attended: int, length: int, last: int, sampling: SamplingParams, seed: int) -> int:
+RECURRENT = factor(1000)
+"""What the state of recurrent layers counts beside the pairs."""
+
+
+def next_token(
+    attended: int, length: int, last: int, sampling: SamplingParams, seed: int, allowed: Sequence[int] | None = None
+) -> int:
     """The token after `length` tokens, of which `last` is the last one. One in two continues a fixed series, so that
     texts repeat themselves and drafts are right at times.
 
-    attended: the sum of all pairs that it attends.
+    attended: the sum of all pairs that it attends, and of the recurrent state. allowed: tokens, where not all are.
     """
     lot = mix(attended ^ length)
     if sampling.temperature:
         lot = mix(lot ^ (seed & MASK))
-    return following(last) if lot >> 32 & 1 else lot % VOCAB
+    if lot >> 32 & 1 and (allowed is None or following(last) in allowed):
+        return following(last)
+    return lot % VOCAB if allowed is None else allowed[lot % len(allowed)]
+
+
+def prompt_logprob(attended: int, length: int, token: int) -> float:
+    """Of a prompt's token after `length` tokens. attended: the sum of all pairs that it attends."""
+    return -(mix(attended ^ length ^ (token << 20)) % 4096) / 64
 
 
 def following(token: int) -> int:
@@ -76,6 +98,11 @@ def following(token: int) -> int:
 def likeliest(token: int, count: int) -> list[tuple[int, float]]:
     """The tokens that are said to be the likeliest, the sampled one first, and their log probabilities."""
     return [((token + i) % VOCAB, -0.5 * i) for i in range(count)]
+
+
+def listed(words: np.ndarray) -> list[int]:
+    """The tokens of a set."""
+    return unpack(words).nonzero()[0].tolist()
 
 
 class Text:
@@ -159,6 +186,8 @@ class Table:
 
 
 class ModelSequence:
+    """state: of the recurrent layers, after `logical` tokens. matcher: of its grammar, if it has one."""
+
     def __init__(self, text: Text, prompt_length: int, logical: int, sampling: SamplingParams, seed: int) -> None:
         self.text = text
         self.prompt_length = prompt_length
@@ -166,11 +195,27 @@ class ModelSequence:
         self.sampling = sampling
         self.seed = seed
         self.tables: list[Table] = []
+        self.state = text.root
+        self.matcher: Matcher | None = None
 
     def fork(self, seed: int) -> ModelSequence:
         other = ModelSequence(self.text.fork(), self.prompt_length, self.logical, self.sampling, seed)
         other.tables = [table.fork() for table in self.tables]
+        other.state, other.matcher = self.state, self.matcher and self.matcher.branch()
         return other
+
+    def pass_state(self, begin: int, end: int) -> None:
+        """Let its recurrent state be that after more tokens."""
+        for token in self.text.tokens[begin:end]:
+            self.state = mix(self.state ^ (token + 1))
+
+
+class Suspended(NamedTuple):
+    """What the worker keeps of a sequence beside the pool: of each table, what compressions have left; the recurrent
+    state."""
+
+    kept: list[tuple[list[int] | None, int]]
+    state: int
 
 
 class ModelHost:
@@ -191,7 +236,7 @@ class ModelHost:
         self.blocks: dict[int, list[int]] = {}
         self.loads: dict[int, tuple[list[int], list[list[int] | None]]] = {}
         self.cancelled: list[int] = []
-        self.suspended: dict[int, list[tuple[list[int] | None, int]]] = {}
+        self.suspended: dict[int, Suspended] = {}
         self.has_told = False
 
     def store(self, transfer: BlockTransfer, cache: list[int]) -> None:
@@ -235,7 +280,8 @@ class ModelHost:
 
 
 class ExactModel(Executor):
-    """Executes plans. before_result: is called before each result is given out, and may raise in its place."""
+    """Executes plans. grammars: of structured outputs. before_result: is called before each result is given out, and
+    may raise in its place."""
 
     def __init__(
         self,
@@ -243,10 +289,12 @@ class ExactModel(Executor):
         rng: random.Random,
         *,
         loss: float = 0.0,
+        grammars: Grammars | None = None,
         before_result: Callable[[bytes], None] = lambda plan: None,
     ) -> None:
         self.config = config
         self.fills_pending = config.async_scheduling
+        self.grammars = grammars
         self.before_result = before_result
         self.broken: str | None = None  # for the next token that is sampled
         self.is_running = False
@@ -264,6 +312,8 @@ class ExactModel(Executor):
         self.sequences: dict[int, ModelSequence] = {}
         self.sampled: dict[int, int] = {}  # the last token of each sequence
         self.verified: dict[int, list[int]] = {}
+        self.reported: set[int] = set()  # sequences whose prompts' log probabilities are wanted
+        self.rows: dict[int, int] = {}  # copies of recurrent states
         self.cache = [GARBAGE] * (self.config.num_blocks * self.config.block_size)
         self.host.restart()
 
@@ -288,18 +338,22 @@ class ExactModel(Executor):
         if plan.reset:
             self.restart()
         self._accept(plan)
+        for copied in plan.state_copies:
+            self.rows[copied.row] = self.sequences[copied.seq_id].state
         for number in plan.cancelled:
             self.host.cancel(number)
         for transfer in plan.stores:
             self.host.store(transfer, self.cache)
         for seq_id in plan.suspended:
             if seq := self.sequences.get(seq_id):
-                self.host.suspended[seq_id] = [(table.kept, table.kept_sum) for table in seq.tables]
+                kept = [(table.kept, table.kept_sum) for table in seq.tables]
+                self.host.suspended[seq_id] = Suspended(kept, seq.state)
         for seq_id in plan.forgotten:
             self.host.suspended.pop(seq_id, None)
         for seq_id in plan.dropped_seq_ids:
             del self.sequences[seq_id]
             self.sampled.pop(seq_id, None)
+            self.reported.discard(seq_id)
         self._begin(plan)
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
@@ -322,8 +376,17 @@ class ExactModel(Executor):
             size = self.config.block_size
             pairs = zip(start.tables, self.windows, strict=True)
             seq.tables = [Table(table.dropped, table.blocks, size, window) for table, window in pairs]
-            for table, kept in zip(seq.tables, self.host.suspended.pop(start.seq_id, []), strict=False):
-                table.kept, table.kept_sum = kept
+            if start.state_row is not None:
+                seq.state = self.rows[start.state_row]
+            if found := self.host.suspended.pop(start.seq_id, None):
+                seq.state = found.state
+                for table, kept in zip(seq.tables, found.kept, strict=True):
+                    table.kept, table.kept_sum = kept
+            if (rule := start.sampling.structured_outputs) is not None:
+                assert self.grammars
+                seq.matcher = self.grammars.matcher(rule)
+            if start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_length:
+                self.reported.add(start.seq_id)
             self.sequences[start.seq_id] = seq
         adapters = {seq.text.root for seq in self.sequences.values()} - {Text.BASE}
         assert len(adapters) <= self.config.max_loras, "more adapters are in use than fit"
@@ -334,6 +397,7 @@ class ExactModel(Executor):
             assert self.verified[each.seq_id] == each.token_ids, "other tokens are accepted than those that were right"
             seq = self.sequences[each.seq_id]
             seq.text.extend(each.token_ids)
+            seq.pass_state(seq.logical, len(seq.text.tokens))
             self._count(seq, len(each.token_ids))
             self._slide(seq)
         self.verified = {}
@@ -348,8 +412,10 @@ class ExactModel(Executor):
             self._store(item)
         for item in scheduled:  # all writes are done: nobody wrote over somebody else's pairs
             seq = self.sequences[item.seq_id]
-            attended = self._check(seq)
+            attended = self._check(seq, seq.logical - len(item.draft))
             assert item.samples == (seq.logical == len(seq.text.tokens))
+            if item.seq_id in self.reported:
+                result.prompts += self._report(item, seq)
             if item.draft:
                 result.verified.append(self._verify(item, seq))
             elif item.samples:
@@ -359,7 +425,20 @@ class ExactModel(Executor):
             for fork in item.forks:
                 self._slide(self.sequences[fork.seq_id])
         result.drafts = [self._draft(order) for order in plan.drafts]
+        assert len(self.sequences) <= self.config.max_num_seqs, "there is no table slot for a sequence"
         return result
+
+    def _report(self, item: Scheduled, seq: ModelSequence) -> list[PromptLogprobs]:
+        """The log probabilities of the tokens that follow those of the step in a prompt."""
+        first = seq.logical - item.num_tokens + 1
+        following = seq.text.tokens[first : min(seq.logical + 1, seq.prompt_length)]
+        if len(following) < item.num_tokens:
+            self.reported.discard(item.seq_id)
+        found = [
+            SampledToken(token, (value := prompt_logprob(self._pairs(seq, i), i, token)), 1, [(token, value)])
+            for i, token in enumerate(following, first)
+        ]
+        return [PromptLogprobs(item.seq_id, first, found)] if found else []
 
     def _draft(self, order: DraftOrder) -> list[int]:
         """What continues the fixed series, which is right for one token in two."""
@@ -374,6 +453,7 @@ class ExactModel(Executor):
         new = [self.sampled[item.seq_id] if token == PENDING else token for token in item.new_tokens]
         seq.text.extend([*new, *item.draft])
         begin, end = seq.logical, seq.logical + item.num_tokens
+        seq.pass_state(begin, end - len(item.draft))
         content = seq.text.digests[begin:end]
         for part, table in enumerate(seq.tables):
             if item.new_blocks:
@@ -391,6 +471,10 @@ class ExactModel(Executor):
         seq.logical += number
 
     def _attended(self, seq: ModelSequence, length: int) -> int:
+        """What decides about the token after `length` tokens."""
+        return self._pairs(seq, length) + RECURRENT * seq.state * self.config.has_recurrent_layers & MASK
+
+    def _pairs(self, seq: ModelSequence, length: int) -> int:
         """The sum over all pairs that the tables lead the token after `length` tokens to."""
         total = 0
         for table in seq.tables:
@@ -402,21 +486,27 @@ class ExactModel(Executor):
         pairs = zip(self.factors, seq.tables, strict=True)
         return sum(scale * table.expected(seq.text, length) for scale, table in pairs) & MASK
 
-    def _check(self, seq: ModelSequence) -> int:
-        """What its next token attends, if that is what it should."""
+    def _check(self, seq: ModelSequence, length: int) -> int:
+        """What decides about its next token, if that is what it should. length: of what its recurrent state is of."""
+        state = seq.text.digests[length - 1]
+        assert seq.state == state or not self.config.has_recurrent_layers, "a recurrent state is not that of its tokens"
         for table in seq.tables:
             if table.window is None:
                 kept = seq.logical if table.kept is None else len(table.kept)
                 assert kept == seq.logical - table.dropped, "the table holds another number of pairs than are left"
-        found, expected = self._attended(seq, seq.logical), self._expected(seq, seq.logical)
+        found, expected = self._pairs(seq, seq.logical), self._expected(seq, seq.logical)
         assert found == expected, "a token attends other pairs than its own history leaves it"
-        return found
+        return self._attended(seq, seq.logical)
 
     def _sample(self, seq_id: int, seq: ModelSequence, attended: int) -> SampledToken:
         length = len(seq.text.tokens)
-        token = next_token(attended, length, seq.text.tokens[-1], seq.sampling, seq.seed)
-        self.sampled[seq_id] = token
         error, self.broken = self.broken, None
+        try:
+            allowed = seq.matcher and listed(seq.matcher.allowed(seq.text.tokens[seq.prompt_length :]))
+        except RequestError as failure:
+            allowed, error = None, str(failure)
+        token = next_token(attended, length, seq.text.tokens[-1], seq.sampling, seq.seed, allowed)
+        self.sampled[seq_id] = token
         if seq.sampling.logprobs is None:
             return SampledToken(token, error=error)
         top = likeliest(token, seq.sampling.logprobs)
@@ -435,17 +525,20 @@ class ExactModel(Executor):
             if table.kept is not None:
                 del table.kept[len(table.kept) - len(item.draft) :]
                 table.kept_sum = sum(seq.text.digests[position] for position in table.kept)
-        drafted = seq.text.digests[before:]
+        drafted, state = seq.text.digests[before:], seq.state
         seq.text.cut(before)
         sampled = [self._sample(item.seq_id, seq, self._attended(seq, seq.logical))]
-        while len(sampled) <= len(item.draft) and sampled[-1].token_id == item.draft[len(sampled) - 1]:
-            seq.text.extend([sampled[-1].token_id])
-            assert seq.text.digests[-1] == drafted[len(sampled) - 1]
+        for token_id, digest in zip(item.draft, drafted, strict=True):
+            if sampled[-1].error or sampled[-1].token_id != token_id:
+                break
+            seq.text.extend([token_id])
+            assert seq.text.digests[-1] == digest
+            seq.pass_state(seq.logical, seq.logical + 1)
             seq.logical += 1
             sampled.append(self._sample(item.seq_id, seq, self._attended(seq, seq.logical)))
         right = [token.token_id for token in sampled[:-1]]
         seq.text.cut(before)
-        seq.logical -= len(right)
+        seq.logical, seq.state = seq.logical - len(right), state
         self.verified[item.seq_id] = right
         return sampled
 

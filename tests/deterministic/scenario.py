@@ -22,6 +22,15 @@ TEXT_ROUTES = ("messages", "responses")
 KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget", "engine")
 
 
+RULES: list[dict[str, Any]] = [
+    {"regex": "[a-d]{2,9}( [0-9]{1,3}){0,4}"},
+    {"choice": ["a quick dog", "a quick brown dog", "the fox"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a"]}},
+    {"regex": "(["},
+]
+"""Of structured outputs; the last one cannot be compiled."""
+
+
 class Arrival(Struct, kw_only=True, omit_defaults=True):
     """A request and what its client does.
 
@@ -88,6 +97,7 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
     """The configuration of plain options: `windows`, `compression`, `speculation` and `tenants` stand for objects."""
     plain = dict(options)
     windows = plain.pop("windows", [None])
+    plain["has_recurrent_layers"] = "num_state_snapshots" in plain
     compression, speculation = plain.pop("compression", None), plain.pop("speculation", None)
     tenants = plain.pop("tenants", {})
     groups = UNIFORM if windows == [None] else tuple(KVGroup(window, ((i,),)) for i, window in enumerate(windows))
@@ -155,8 +165,10 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
             options["kv_offloading_path"] = "disk"
     if rng.random() < 0.3:
         options["tenants"] = {"a": {"weight": rng.choice([0.5, 4.0])}, "b": {"guaranteed_share": 0.3}}
+    if is_recurrent := rng.random() < 0.25:
+        options["num_state_snapshots"] = rng.choice([1, 4, 40])
     if windows[0] is None and rng.random() < 0.6:
-        options["compression"] = draw_compression(rng, block_size, slides=len(windows) > 1)
+        options["compression"] = draw_compression(rng, block_size, slides=len(windows) > 1 or is_recurrent)
     if rng.random() < 0.3:
         options["max_loras"] = rng.randint(1, 2)
     if rng.random() < 0.25:
@@ -225,17 +237,22 @@ def draw_arrival(rng: random.Random, options: dict[str, Any], at: float, prompt:
         "n": min(rng.choice([1, 1, 1, 2, 3]), options["max_num_seqs"]),
     }
     if rng.random() < 0.15:
+        sampling["prompt_logprobs"] = rng.randint(0, 2)
+        sampling["max_tokens"] = rng.choice([0, *[sampling["max_tokens"]] * 4])
+    if rng.random() < 0.15:
         sampling["stop_token_ids"] = [rng.randrange(VOCAB)]
         sampling["min_tokens"] = rng.choice([0, min(4, sampling["max_tokens"])])
     if rng.random() < 0.15:
         sampling["logprobs"] = rng.randint(0, 2)
+    if text and rng.random() < 0.3:
+        sampling["structured_outputs"] = rng.choice(RULES)
     if text and rng.random() < 0.2:
         sampling["stop"] = [rng.choice(['"#', "%", "&'"])]
     if "compression" in options and rng.random() < 0.2:
         sampling["compress"] = False
     via = ["generate", "deliver"]
     adapter = rng.choice(["", "x", "y", "z"]) if "max_loras" in options else ""
-    if text and not adapter and not sampling.keys() & {"stop", "compress"}:
+    if text and not adapter and not sampling.keys() & {"stop", "compress", "prompt_logprobs"}:
         via += ["http", "stream"]
     chosen = rng.choice(via)
     return Arrival(

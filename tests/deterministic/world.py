@@ -7,6 +7,7 @@ import hashlib
 import random
 import traceback
 from contextlib import ExitStack
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,13 +24,15 @@ from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.errors import EngineDeadError
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.structured.compile import Grammars
+from kvllm.structured.vocabulary import read_vocabulary
 from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.oracle import alone, beams_alone, ending
+from tests.deterministic.oracle import Alone, ending
 from tests.deterministic.replicas import SimulatedReplicas
-from tests.deterministic.scenario import TEXT_ROUTES, Arrival, Scenario, make_config
+from tests.deterministic.scenario import RULES, TEXT_ROUTES, Arrival, Scenario, make_config
 from tests.helpers.tokenizers import byte_level
 
 MOST_STEPS = 20_000
@@ -51,6 +54,23 @@ def run(scenario: Scenario) -> Outcome:
     return World(scenario).run()
 
 
+@cache
+def grammars() -> Grammars:
+    """Of the model's vocabulary."""
+    tokenizer = byte_level("chat")
+    return Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (END,)), (END,))
+
+
+class Compiler:
+    """Refuses rules of structured outputs that do not compile, without a process for it."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.check = grammars.compile
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -62,6 +82,7 @@ class World:
         self.died = False
         self.broken_rows = 0
         self.drains = False
+        self.grammars = grammars() if scenario.has_text else None
         self.vocab_size = len(byte_level("chat").hf) if scenario.has_text else VOCAB
         self.prompts: dict[str, list[int]] = {}
         self.contents: dict[str, str] = {}
@@ -96,10 +117,15 @@ class World:
     # The parts
 
     def _make_engine(self) -> LLMEngine:
-        model = ExactModel(self.config, self.rng, loss=self.scenario.loss, before_result=self._before_result)
+        loss, grammars = self.scenario.loss, self.grammars
+        model = ExactModel(self.config, self.rng, loss=loss, grammars=grammars, before_result=self._before_result)
         self.models.append(model)
-        tokenizer = self._make_tokenizer()
-        return LLMEngine(self.config, model, vocab_size=self.vocab_size, eos_token_ids=(END,), tokenizer=tokenizer)
+        return LLMEngine(self.config, model, **self._engine_options())
+
+    def _engine_options(self) -> dict[str, Any]:
+        checker = cast("Any", Compiler(self.grammars)) if self.grammars else None
+        of_text = {"tokenizer": self._make_tokenizer(), "grammars": checker}
+        return {"vocab_size": self.vocab_size, "eos_token_ids": (END,), **of_text}
 
     def _make_tokenizer(self) -> Tokenizer | None:
         """One that has decoded nothing yet: how often it does is part of a scenario."""
@@ -123,10 +149,7 @@ class World:
             self.replicas = SimulatedReplicas(
                 self.config, self.scenario.replicas, self.rng, self._make_engine, self._before_receiving
             )
-            tokenizer = self._make_tokenizer()
-            replicas = cast("Any", self.replicas)
-            options = {"vocab_size": self.vocab_size, "eos_token_ids": (END,), "tokenizer": tokenizer}
-            self.engine = DataParallelEngine(self.config, replicas, **options)
+            self.engine = DataParallelEngine(self.config, cast("Any", self.replicas), **self._engine_options())
         return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
 
     async def _main(self) -> None:
@@ -226,9 +249,12 @@ class World:
         if arrival.via == "beam":
             self._judge_search(name, arrival, got)
             return
+        self._judge_prompt(name, arrival, got)
         compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
         for index, tokens in enumerate(got.tokens):
             aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
+            if not tokens and got.error is not None:
+                continue
             cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
             reason = None if cut else str(got.reasons[index])
             if arrival.route in TEXT_ROUTES:
@@ -240,15 +266,23 @@ class World:
 
     def _judge_search(self, name: str, arrival: Arrival, got: Got) -> None:
         if got.error is None and not got.left and "abort" not in got.reasons:
-            windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-            expected = beams_alone(arrival.prompt, arrival.beams, windows, self.config.max_model_len, arrival.adapter)
+            expected = Alone(self.config, None, arrival.adapter).search(arrival.prompt, arrival.beams)
             if got.tokens != expected:
                 self.failures.append(f"request {name}: {got.tokens} and not {expected} as alone")
 
+    def _judge_prompt(self, name: str, arrival: Arrival, got: Got) -> None:
+        """Its tokens have the log probabilities that they have alone."""
+        if "prompt_logprobs" not in arrival.sampling or not any(got.reasons) or got.error or got.left:
+            return
+        expected, found = Alone(self.config, None, arrival.adapter).prompt_logprobs(arrival.prompt), got.prompt_logprobs
+        compresses = self.config.compression is not None and self.config.compression.compress_prompt
+        if len(found) != len(expected) or (found != expected and not compresses):
+            if "abort" in got.reasons and found == expected[: len(found)]:
+                return
+            self.failures.append(f"request {name}: log probabilities {found} and not {expected} of its prompt")
+
     def _alone(self, name: str, arrival: Arrival, index: int) -> tuple[list[int], str]:
-        windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-        most = self.config.max_model_len
-        return alone(self.prompts[name], arrival.params, index, windows, most, arrival.adapter)
+        return Alone(self.config, self.grammars, arrival.adapter).complete(self.prompts[name], arrival.params, index)
 
     def _judge_text(self, name: str, arrival: Arrival, text: str, reason: str | None) -> None:
         """reason: why it ended; None if it may have ended early."""
@@ -271,12 +305,13 @@ class World:
     def _judge_compressed(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
         """Its tokens were checked where they were made; here, where it ends."""
         params = arrival.params
-        most = min(params.max_tokens or 10**9, self.config.max_model_len - len(self.prompts[name]))
+        most = self.config.max_model_len - len(self.prompts[name])
+        most = most if params.max_tokens is None else min(params.max_tokens, most)
         name = f"request {name}, completion {index}"
-        ends = [ending(tokens[:count], params, most) for count in range(1, len(tokens) + 1)]
+        ends = [ending(tokens[:count], params, most) for count in range(len(tokens) + 1)]
         if any(ends[:-1]):
             self.failures.append(f"{name} goes on after its end: {tokens}")
-        elif reason and (not ends or ends[-1] != reason):
+        elif reason and ends[-1] != reason:
             self.failures.append(f"{name} ends by {reason}: {tokens}")
 
     def _is_explained(self, arrival: Arrival, error: BaseException) -> bool:
@@ -287,6 +322,8 @@ class World:
         if UNREADABLE in str(error) or "has failed to answer: its log says why" in str(error):
             self._unread += 1
             return self._unread <= len(self._unreadable)
+        if "structured_outputs" in str(error):
+            return arrival.sampling.get("structured_outputs") == RULES[-1]
         if CANNOT in str(error):
             self.broken_rows -= 1
             return self.broken_rows >= 0
