@@ -35,7 +35,9 @@ class Durations(Struct):
         self.longest = max(self.longest, seconds)
 
     def __add__(self, other: Durations) -> Durations:
-        return Durations(list(map(add, self.counts, other.counts)), self.total + other.total, max(self.longest, other.longest))
+        return Durations(
+            list(map(add, self.counts, other.counts)), self.total + other.total, max(self.longest, other.longest)
+        )
 
     def __copy__(self) -> Durations:
         return Durations(self.counts[:], self.total, self.longest)

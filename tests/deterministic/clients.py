@@ -141,7 +141,7 @@ class Clients:
         scope |= {"query_string": b"", "headers": headers}
         await self.app(scope, receive, send)
         got.left = gone.is_set()
-        if got.left and not (arrival.via == "stream" and status):
+        if got.left and not (arrival.via == "stream" and status == 200):
             return
         for piece in read_answer(arrival, status, written):
             got.tokens[piece.index] += piece.tokens

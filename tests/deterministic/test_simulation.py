@@ -132,6 +132,25 @@ def test_a_text_that_a_replica_cannot_make_ends_its_request() -> None:
         run_well(Arrival(at=0.0, prompt=[3, 4], sampling=sampling), faults=faults, replicas=2, has_text=True)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_log_probabilities_of_a_prompt_that_cannot_be_named_end_their_request(replicas: int) -> None:
+    """The engine was dead after it."""
+    sampling = {"temperature": 0.0, "seed": 4, "max_tokens": 3, "prompt_logprobs": 1, "stop": ["not there"]}
+    for call in range(1, 24):
+        faults = [Fault(kind="text", step=call)]
+        run_well(Arrival(at=0.0, prompt=[3, 4, 5], sampling=sampling), faults=faults, replicas=replicas, has_text=True)
+
+
+def test_a_recurrent_state_is_found_where_the_window_is_cached() -> None:
+    """Where a block of the window was missing, a shorter prefix was taken, whose state nobody had."""
+    text, sampling = [3, 4] * 12, {"temperature": 0.0, "seed": 0, "ignore_eos": True}
+    arrivals = [
+        Arrival(at=at, prompt=text[:length], sampling=sampling | {"max_tokens": tokens})
+        for at, length, tokens in ((0.0, 17, 4), (0.2, 9, 25), (1.0, 24, 28))
+    ]
+    run_well(*arrivals, faults=[], windows=[12], num_state_snapshots=3, block_size=1, num_blocks=39)
+
+
 def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False, **more: Any) -> None:
     """more: options of the engine."""
     options = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}

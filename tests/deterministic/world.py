@@ -166,6 +166,8 @@ class World:
         asked = [clients.ask(str(i), arrival) for i, arrival in enumerate(self.scenario.arrivals)]
         got = await asyncio.gather(*asked)
         while not (self.llm._loop.is_idle or self.died):
+            if failure := self.llm._loop.failure:
+                raise failure
             await asyncio.sleep(0.1)
         for i, (arrival, each) in enumerate(zip(self.scenario.arrivals, got, strict=True)):
             self._judge(str(i), arrival, each)
@@ -253,7 +255,7 @@ class World:
         compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
         for index, tokens in enumerate(got.tokens):
             aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
-            if not tokens and got.error is not None:
+            if not tokens and (got.error is not None or got.left or "abort" in got.reasons):
                 continue
             cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
             reason = None if cut else str(got.reasons[index])
@@ -275,8 +277,11 @@ class World:
         if "prompt_logprobs" not in arrival.sampling or not any(got.reasons) or got.error or got.left:
             return
         expected, found = Alone(self.config, None, arrival.adapter).prompt_logprobs(arrival.prompt), got.prompt_logprobs
-        compresses = self.config.compression is not None and self.config.compression.compress_prompt
-        if len(found) != len(expected) or (found != expected and not compresses):
+        compression = self.config.compression
+        keeps_prompt = compression is None or not (
+            compression.compress_prompt or getattr(compression.policy, "protect_prompt", None) is False
+        )
+        if len(found) != len(expected) or (found != expected and keeps_prompt):
             if "abort" in got.reasons and found == expected[: len(found)]:
                 return
             self.failures.append(f"request {name}: log probabilities {found} and not {expected} of its prompt")
