@@ -26,6 +26,7 @@ from kvllm.core.protocol import (
     DraftOrder,
     Fork,
     Load,
+    MissingMass,
     PartJob,
     PromptLogprobs,
     SampledToken,
@@ -137,19 +138,39 @@ class Text:
         return other
 
 
+class Left:
+    """What compressions have left of a table. positions: of its pairs, in the order of the cache. total: of their
+    digests. may_go: whether each may change places with a dropped one. dropped: pairs that may come back."""
+
+    def __init__(self, positions: list[int], total: int) -> None:
+        self.positions = positions
+        self.total = total
+        self.may_go = [False] * len(positions)
+        self.dropped: dict[int, int] = {}
+
+    def add(self, digest: int, position: int) -> None:
+        self.positions.append(position)
+        self.may_go.append(False)
+        self.total += digest
+
+    def cut(self, count: int, text: Text) -> None:
+        """Without the last pairs."""
+        size = len(self.positions) - count
+        self.total -= sum(text.digests[position] for position in self.positions[size:])
+        del self.positions[size:], self.may_go[size:]
+
+
 class Table:
     """Where a part's pairs of a sequence are, and which they are.
 
-    dropped, blocks: what plans say. slots: of the pairs in the cache. kept: the positions that compressions have left;
-    None for all. kept_sum: of their digests.
+    dropped, blocks: what plans say. slots: of the pairs in the cache. left: None for all.
     """
 
     def __init__(self, dropped: int, blocks: list[int], block_size: int, window: int | None) -> None:
         self.dropped = dropped
         self.block_size = block_size
         self.window = window
-        self.kept: list[int] | None = None
-        self.kept_sum = 0
+        self.left: Left | None = None
         self.blocks: list[int] = []
         self.slots: list[int] = []
         self.replace(0, blocks)
@@ -169,20 +190,18 @@ class Table:
             del self.blocks[0], self.slots[: self.block_size]
 
     def add(self, digest: int, position: int) -> None:
-        if self.kept is not None:
-            self.kept.append(position)
-            self.kept_sum += digest
+        if self.left is not None:
+            self.left.add(digest, position)
 
     def expected(self, text: Text, length: int) -> int:
         """The sum over the pairs that the token after `length` tokens attends, by the history of the sequence."""
         if self.window is not None:
             return text.sums[length] - text.sums[max(0, length - self.window)]
-        return text.sums[length] if self.kept is None else self.kept_sum
+        return text.sums[length] if self.left is None else self.left.total
 
     def fork(self) -> Table:
-        other = Table(self.dropped, self.blocks, self.block_size, self.window)
-        other.kept, other.kept_sum = self.kept and self.kept[:], self.kept_sum
-        return other
+        assert self.left is None, "a sequence branches after it was compressed"
+        return Table(self.dropped, self.blocks, self.block_size, self.window)
 
 
 class ModelSequence:
@@ -214,7 +233,7 @@ class Suspended(NamedTuple):
     """What the worker keeps of a sequence beside the pool: of each table, what compressions have left; the recurrent
     state."""
 
-    kept: list[tuple[list[int] | None, int]]
+    left: list[Left | None]
     state: int
 
 
@@ -346,8 +365,7 @@ class ExactModel(Executor):
             self.host.store(transfer, self.cache)
         for seq_id in plan.suspended:
             if seq := self.sequences.get(seq_id):
-                kept = [(table.kept, table.kept_sum) for table in seq.tables]
-                self.host.suspended[seq_id] = Suspended(kept, seq.state)
+                self.host.suspended[seq_id] = Suspended([table.left for table in seq.tables], seq.state)
         for seq_id in plan.forgotten:
             self.host.suspended.pop(seq_id, None)
         for seq_id in plan.dropped_seq_ids:
@@ -380,8 +398,8 @@ class ExactModel(Executor):
                 seq.state = self.rows[start.state_row]
             if found := self.host.suspended.pop(start.seq_id, None):
                 seq.state = found.state
-                for table, kept in zip(seq.tables, found.kept, strict=True):
-                    table.kept, table.kept_sum = kept
+                for table, left in zip(seq.tables, found.left, strict=True):
+                    table.left = left
             if (rule := start.sampling.structured_outputs) is not None:
                 assert self.grammars
                 seq.matcher = self.grammars.matcher(rule)
@@ -412,6 +430,8 @@ class ExactModel(Executor):
             self._store(item)
         for item in scheduled:  # all writes are done: nobody wrote over somebody else's pairs
             seq = self.sequences[item.seq_id]
+            if self._recalls(item, seq) and (mass := self._recall(item.seq_id, seq)):
+                result.missing_masses.append(mass)
             attended = self._check(seq, seq.logical - len(item.draft))
             assert item.samples == (seq.logical == len(seq.text.tokens))
             if item.seq_id in self.reported:
@@ -492,7 +512,7 @@ class ExactModel(Executor):
         assert seq.state == state or not self.config.has_recurrent_layers, "a recurrent state is not that of its tokens"
         for table in seq.tables:
             if table.window is None:
-                kept = seq.logical if table.kept is None else len(table.kept)
+                kept = seq.logical if table.left is None else len(table.left.positions)
                 assert kept == seq.logical - table.dropped, "the table holds another number of pairs than are left"
         found, expected = self._pairs(seq, seq.logical), self._expected(seq, seq.logical)
         assert found == expected, "a token attends other pairs than its own history leaves it"
@@ -522,9 +542,8 @@ class ExactModel(Executor):
         before = len(seq.text.tokens) - len(item.draft)
         seq.logical -= len(item.draft)
         for table in seq.tables:
-            if table.kept is not None:
-                del table.kept[len(table.kept) - len(item.draft) :]
-                table.kept_sum = sum(seq.text.digests[position] for position in table.kept)
+            if table.left is not None:
+                table.left.cut(len(item.draft), seq.text)
         drafted, state = seq.text.digests[before:], seq.state
         seq.text.cut(before)
         sampled = [self._sample(item.seq_id, seq, self._attended(seq, seq.logical))]
@@ -561,19 +580,48 @@ class ExactModel(Executor):
         cached = seq.logical - table.dropped
         start = job.first_block * size
         region_end = min(cached, start + job.region_blocks * size)
-        held = list(range(seq.logical)) if table.kept is None else table.kept
+        left = table.left or Left(list(range(seq.logical)), text.sums[seq.logical])
+        region = left.positions[start:region_end]
         content = [self.cache[slot] for slot in table.slots[start:region_end]]
         inverse = pow(self.factors[part], -1, 2**BITS)
         chosen = self._survivors(job, [each * inverse & MASK for each in content])
-        expected = self._survivors(job, [text.digests[position] for position in held[start:region_end]])
+        expected = self._survivors(job, [text.digests[position] for position in region])
         blocks = table.blocks[job.first_block + job.region_blocks :]
         table.replace(job.first_block, [*job.destinations, *blocks])
         for index, slot in zip(chosen, table.slots[start:], strict=False):
             self.cache[slot] = content[index]
-        dropped = region_end - start - len(chosen)
-        table.dropped += dropped
-        table.kept = [*held[:start], *(held[start + index] for index in expected), *held[region_end:]]
-        table.kept_sum = sum(text.digests[position] for position in table.kept)
+        table.dropped += region_end - start - len(chosen)
+        left.positions[start:region_end] = [region[index] for index in expected]
+        left.may_go[start:region_end] = [index < job.span - job.size + job.stride for index in expected]
+        gone = set(range(len(region))).difference(expected)
+        left.dropped |= {region[index]: content[index] for index in gone}
+        left.total -= sum(text.digests[region[index]] for index in gone)
+        table.left = left
+
+    def _recalls(self, item: Scheduled, seq: ModelSequence) -> bool:
+        compression, before = self.config.active_compression, seq.logical - item.num_tokens
+        return compression is not None and compression.recalls and compression.recalls_in(before, item.num_tokens)
+
+    def _recall(self, seq_id: int, seq: ModelSequence) -> MissingMass | None:
+        """Let dropped pairs change places with some that are left. Which ones is another question at each length."""
+        table, compression = seq.tables[0], self.config.active_compression
+        assert compression
+        if not (left := table.left) or not left.dropped:
+            return None
+
+        def score(position: int) -> int:
+            return mix(seq.text.digests[position] ^ seq.logical)
+
+        could_go = (index for index, may_go in enumerate(left.may_go) if may_go)
+        go = sorted(could_go, key=lambda index: score(left.positions[index]))
+        come = sorted(left.dropped, key=score, reverse=True)[: compression.recall_chunks]
+        for index, position in zip(go, come, strict=False):
+            old, slot = left.positions[index], table.slots[index]
+            if score(old) < score(position):
+                left.dropped[old], self.cache[slot] = self.cache[slot], left.dropped.pop(position)
+                left.positions[index] = position
+                left.total += seq.text.digests[position] - seq.text.digests[old]
+        return MissingMass(seq_id, len(left.dropped) / seq.logical)
 
     def _survivors(self, job: PartJob, content: list[int]) -> list[int]:
         """Offsets in the region. The last `buffer` pairs of a window stay, and what is after the windows."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvllm import SamplingParams
 from kvllm.beam_search import BeamSearch
 from kvllm.config import EngineConfig

@@ -19,6 +19,9 @@ WINDOWS: list[list[int | None]] = [[None], [None], [None, 9], [None, 5, 16], [12
 TEXT_ROUTES = ("messages", "responses")
 """Of the server, whose answers have no token ids."""
 
+RECALLING = ("keydiff", "kara")
+"""Methods beside which what was dropped may come back."""
+
 KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget", "engine")
 
 
@@ -178,6 +181,8 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
             {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
         ]
         options["speculation"] = rng.choice(drafts)
+    elif windows == [None] and options.get("compression", {}).get("method") in RECALLING and rng.random() < 0.5:
+        options["compression"] |= rng.choice([{"recall_period": rng.randint(1, 5)}, {"recall_bound": 0.1}])
     return options
 
 
