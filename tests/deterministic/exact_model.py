@@ -38,6 +38,7 @@ from kvllm.core.protocol import (
     encode,
 )
 from kvllm.core.sequence import PENDING
+from kvllm.distributed.restart_budget import RestartBudget
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
@@ -113,7 +114,7 @@ class Text:
     """The root of a text without an adapter."""
 
     def __init__(self, tokens: list[int], adapter: str = "") -> None:
-        self.root = sum(adapter.encode()) + self.BASE
+        self.root = int.from_bytes(adapter.encode()) + self.BASE
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self.sums = [0]
@@ -317,6 +318,7 @@ class ExactModel(Executor):
         self.before_result = before_result
         self.broken: str | None = None  # for the next token that is sampled
         self.is_running = False
+        self.restarts = RestartBudget(2)
         self._rng = rng
         self._plans: deque[bytes] = deque()
         windows = [group.window for group in config.kv_groups for _ in group.parts]
@@ -346,7 +348,9 @@ class ExactModel(Executor):
         self.is_running = True
         try:
             self.before_result(encoded)
-            return decode_result(encode(self.run(decode_plan(encoded))))
+            result = decode_result(encode(self.run(decode_plan(encoded))))
+            self.restarts.count(1)
+            return result
         finally:
             self.is_running = False
 

@@ -21,18 +21,17 @@ from kvllm.core.executor import WorkersRestarted
 from kvllm.core.protocol import decode_plan
 from kvllm.distributed.replicas import replica
 from kvllm.distributed.replicas.engine import DataParallelEngine
-from kvllm.errors import EngineDeadError
-from kvllm.serving.app import make_app
-from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.errors import EngineDeadError, WorkerError
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import read_vocabulary
 from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.oracle import Alone, ending
+from tests.deterministic.judge import Judge
 from tests.deterministic.replicas import SimulatedReplicas
-from tests.deterministic.scenario import RULES, TEXT_ROUTES, Arrival, Scenario, make_config
+from tests.deterministic.scenario import RULES, SERVER, Arrival, Fault, Scenario, make_config
+from tests.deterministic.server import AdapterFiles, SimulatedServer
 from tests.helpers.tokenizers import byte_level
 
 MOST_STEPS = 20_000
@@ -96,6 +95,7 @@ class World:
         self._step_faults = {fault.step: fault for fault in scenario.faults if fault.kind in kinds}
         self._interrupts = {fault.step for fault in scenario.faults if fault.kind == "interrupt"}
         self._looks = 0
+        self._changes: list[asyncio.Future[None]] = []
 
     def run(self) -> Outcome:
         loop_class = simulated_engine_loop(self._step_seconds, self._after_turn)
@@ -119,13 +119,15 @@ class World:
     def _make_engine(self) -> LLMEngine:
         loss, grammars = self.scenario.loss, self.grammars
         model = ExactModel(self.config, self.rng, loss=loss, grammars=grammars, before_result=self._before_result)
+        if self.models and self.scenario.replicas == 1:
+            model.host.disk = self.models[-1].host.disk
         self.models.append(model)
         return LLMEngine(self.config, model, **self._engine_options())
 
     def _engine_options(self) -> dict[str, Any]:
         checker = cast("Any", Compiler(self.grammars)) if self.grammars else None
-        of_text = {"tokenizer": self._make_tokenizer(), "grammars": checker}
-        return {"vocab_size": self.vocab_size, "eos_token_ids": (END,), **of_text}
+        files = {"tokenizer": self._make_tokenizer(), "grammars": checker, "adapters": AdapterFiles()}
+        return {"vocab_size": self.vocab_size, "eos_token_ids": (END,), **files}
 
     def _make_tokenizer(self) -> Tokenizer | None:
         """One that has decoded nothing yet: how often it does is part of a scenario."""
@@ -150,21 +152,27 @@ class World:
                 self.config, self.scenario.replicas, self.rng, self._make_engine, self._before_receiving
             )
             self.engine = DataParallelEngine(self.config, cast("Any", self.replicas), **self._engine_options())
-        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
+        self.llm = AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
+        self.died = False
+        return self.llm
 
     async def _main(self) -> None:
-        self.llm = self._make_llm()
-        args = cast("Any", SimpleNamespace(sampling_defaults={}, enable_lora=False))
-        app = None
-        if self.scenario.has_text:
-            self.server = ServerState(args, ServerOptions(("model",)), self.llm)
-            app = make_app(self.server)
+        scenario, max_loras = self.scenario, self.config.max_loras
+        self.server = SimulatedServer(self._make_llm, max_loras=max_loras, supervised=scenario.supervised)
+        try:
+            await self._serve()
+        finally:
+            self.server.close()
+
+    async def _serve(self) -> None:
         for fault in self.scenario.faults:
-            if fault.kind in ("clock", "replica", "forget", "drain"):
-                asyncio.get_running_loop().call_later(fault.at, self._strike, fault.kind)
-        clients = Clients(self.llm, app, self.prompts, self.contents, self.config.max_model_len, self.rng)
+            if fault.kind in ("clock", "replica", "forget", "drain", "load", "unload"):
+                asyncio.get_running_loop().call_later(fault.at, self._strike, fault)
+        clients = Clients(lambda: self.llm, self.server.app, self.prompts, self.contents, self.config, self.rng)
         asked = [clients.ask(str(i), arrival) for i, arrival in enumerate(self.scenario.arrivals)]
         got = await asyncio.gather(*asked)
+        await asyncio.gather(*self._changes)
+        await self.server.wait_for_engine()
         while not (self.llm._loop.is_idle or self.died):
             if failure := self.llm._loop.failure:
                 raise failure
@@ -178,13 +186,16 @@ class World:
 
     # Faults
 
-    def _strike(self, kind: str) -> None:
+    def _strike(self, fault: Fault) -> None:
+        kind = fault.kind
         if kind == "clock":
             self.clock.advance(self.rng.choice((1.0, 5000.0)))
+        elif kind in ("load", "unload"):
+            self._changes.append(asyncio.ensure_future(self.server.reconfigure(kind, fault.step)))
         elif kind == "forget":
             self.llm._loop.submit(lambda engine: engine.reset_prefix_cache())
         elif kind == "drain":
-            self.drains = self.server.admission.is_draining = True
+            self.drains = self.server.state.admission.is_draining = True
         elif self.scenario.replicas > 1:
             self.rng.choice(self.replicas.replicas).kill()
 
@@ -205,11 +216,25 @@ class World:
             model.run(decode_plan(plan))
         if fault.kind == "restart":
             model.restart()
+            self._spend(model)
             raise WorkersRestarted
         if fault.kind == "interrupt":
             raise Interrupted
-        self.died = self.scenario.replicas == 1
+        self._die()
         raise RuntimeError("the step has failed")
+
+    def _spend(self, model: ExactModel) -> None:
+        """Replace a model's workers, if that was not done too often."""
+        try:
+            model.restarts.spend(WorkerError("the workers are lost"))
+        except WorkerError:
+            self._die()
+            raise
+
+    def _die(self) -> None:
+        if self.scenario.replicas == 1:
+            self.died = True
+            self.server.note_death()
 
     def _failing(self, decode: Any) -> Any:
         """A tokenizer's `decode` that fails at some calls."""
@@ -246,84 +271,26 @@ class World:
     def _judge(self, name: str, arrival: Arrival, got: Got) -> None:
         """Each request gave what it gives alone, or has ended for a reason that its history explains."""
         self.trace.update(repr((name, got.tokens, got.reasons)).encode())
-        if got.error is not None and not self._is_explained(arrival, got.error):
+        if got.error is not None and not self._is_explained(arrival, got, got.error):
             self.failures.append(f"request {name}: {type(got.error).__name__}: {got.error}")
-        if arrival.via == "beam":
-            self._judge_search(name, arrival, got)
-            return
-        self._judge_prompt(name, arrival, got)
-        compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
-        for index, tokens in enumerate(got.tokens):
-            aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
-            if not tokens and (got.error is not None or got.left or "abort" in got.reasons):
-                continue
-            cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
-            reason = None if cut else str(got.reasons[index])
-            if arrival.route in TEXT_ROUTES:
-                if not compressed:
-                    self._judge_text(name, arrival, got.text, reason)
-                continue
-            judge = self._judge_compressed if compressed else self._judge_full
-            judge(name, arrival, index, tokens, reason)
+        judge = Judge(self.config, self.grammars, name, arrival, self.prompts[name])
+        found = [judge.failures(got, adapter or "") for adapter in self._adapters_of(arrival, got)]
+        self.failures += min(found, key=len)
 
-    def _judge_search(self, name: str, arrival: Arrival, got: Got) -> None:
-        if got.error is None and not got.left and "abort" not in got.reasons:
-            expected = Alone(self.config, None, arrival.adapter).search(arrival.prompt, arrival.beams)
-            if got.tokens != expected:
-                self.failures.append(f"request {name}: {got.tokens} and not {expected} as alone")
+    def _adapters_of(self, arrival: Arrival, got: Got) -> list[str | None]:
+        """Digests of the adapters that it may have been computed with. Only names that the server knows may change."""
+        if arrival.adapter and arrival.via in SERVER:
+            return self.server.digests(arrival.adapter, got.asked, got.ended)
+        return [arrival.adapter]
 
-    def _judge_prompt(self, name: str, arrival: Arrival, got: Got) -> None:
-        """Its tokens have the log probabilities that they have alone."""
-        if "prompt_logprobs" not in arrival.sampling or not any(got.reasons) or got.error or got.left:
-            return
-        expected, found = Alone(self.config, None, arrival.adapter).prompt_logprobs(arrival.prompt), got.prompt_logprobs
-        compression = self.config.compression
-        keeps_prompt = compression is None or not (
-            compression.compress_prompt or getattr(compression.policy, "protect_prompt", None) is False
-        )
-        if len(found) != len(expected) or (found != expected and keeps_prompt):
-            if "abort" in got.reasons and found == expected[: len(found)]:
-                return
-            self.failures.append(f"request {name}: log probabilities {found} and not {expected} of its prompt")
-
-    def _alone(self, name: str, arrival: Arrival, index: int) -> tuple[list[int], str]:
-        return Alone(self.config, self.grammars, arrival.adapter).complete(self.prompts[name], arrival.params, index)
-
-    def _judge_text(self, name: str, arrival: Arrival, text: str, reason: str | None) -> None:
-        """reason: why it ended; None if it may have ended early."""
-        tokens, why = self._alone(name, arrival, 0)
-        expected = byte_level("chat").hf.decode(tokens, skip_special_tokens=True)
-        if not expected.startswith(text):
-            self.failures.append(f"request {name}: {text!r} and not {expected!r} as alone")
-        elif reason and (text, reason) != (expected, why):
-            self.failures.append(f"request {name} ends with {text!r} by {reason}, alone with {expected!r} by {why}")
-
-    def _judge_full(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
-        """reason: as there."""
-        expected = self._alone(name, arrival, index)
-        name = f"request {name}, completion {index}"
-        if tokens != expected[0][: len(tokens)]:
-            self.failures.append(f"{name}: {tokens} and not {expected[0]} as alone")
-        elif reason and (tokens, reason) != expected:
-            self.failures.append(f"{name} ends with {tokens} by {reason}, alone with {expected}")
-
-    def _judge_compressed(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
-        """Its tokens were checked where they were made; here, where it ends."""
-        params = arrival.params
-        most = self.config.max_model_len - len(self.prompts[name])
-        most = most if params.max_tokens is None else min(params.max_tokens, most)
-        name = f"request {name}, completion {index}"
-        ends = [ending(tokens[:count], params, most) for count in range(len(tokens) + 1)]
-        if any(ends[:-1]):
-            self.failures.append(f"{name} goes on after its end: {tokens}")
-        elif reason and ends[-1] != reason:
-            self.failures.append(f"{name} ends by {reason}: {tokens}")
-
-    def _is_explained(self, arrival: Arrival, error: BaseException) -> bool:
+    def _is_explained(self, arrival: Arrival, got: Got, error: BaseException) -> bool:
         if isinstance(error, CallbackFailed):
             return arrival.raises_at is not None
         if isinstance(error, EngineDeadError):
-            return self.died or (self.drains and "shutting down" in str(error))
+            was_dead = any(begin <= got.ended and got.asked <= end for begin, end in self.server.dead)
+            return was_dead or (self.drains and "shutting down" in str(error))
+        if str(error).startswith("404"):
+            return None in self._adapters_of(arrival, got)
         if UNREADABLE in str(error) or "has failed to answer: its log says why" in str(error):
             self._unread += 1
             return self._unread <= len(self._unreadable)
@@ -344,7 +311,7 @@ class World:
             for _ in range(3):  # workers are told of the last ones that ended, and loads end
                 engine.step()
             assert engine.scheduler.blocks.num_owned == 0
-            model = self.models[0]
+            model = self.models[-1]
             assert not model.sequences, "the workers have sequences that have ended"
             assert not model.host.loads and not model.host.suspended, "the host keeps what has ended"
         else:
