@@ -41,7 +41,7 @@ class Got(Struct):
             self.reasons[completion.index] = completion.finish_reason
         if output.prompt_logprobs is not None:
             own = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
-            self.prompt_logprobs = [each and each[token].logprob for token, each in own]
+            self.prompt_logprobs = [each[token].logprob if each else None for token, each in own]
         if output.error is not None:
             self.error = output.error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from kvllm.config import EngineConfig
 from kvllm.structured.compile import Grammars
 from tests.deterministic.clients import Got
@@ -71,7 +73,7 @@ class Judge:
     def _of_text(self, model: Alone, text: str, reason: str | None) -> list[str]:
         """reason: why it ended; None if it may have ended early."""
         tokens, why = model.complete(self.prompt, self.params, 0)
-        expected = byte_level("chat").hf.decode(tokens, skip_special_tokens=True)
+        expected = cast("str", byte_level("chat").hf.decode(tokens, skip_special_tokens=True))
         if not expected.startswith(text):
             return [f"request {self.name}: {text!r} and not {expected!r} as alone"]
         if reason and (text, reason) != (expected, why):
