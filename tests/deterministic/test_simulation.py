@@ -147,6 +147,18 @@ def test_a_recurrent_state_is_found_where_the_window_is_cached() -> None:
     run_well(*arrivals, faults=[], windows=[12], num_state_snapshots=3, block_size=1, num_blocks=39)
 
 
+def test_a_prompt_is_not_compressed_before_it_is_computed() -> None:
+    """A tenant that made way was compressed in the middle of its prompt, before its completions parted."""
+    compression = {"method": "keydiff", "policy": "threshold", "threshold_tokens": 17, "budget_tokens": 6, "buffer": 3}
+    options = {"compression": compression, "tenants": {"b": {"guaranteed_share": 0.3}}, "max_num_batched_tokens": 24}
+    texts, sampling = ([3, 4] * 14, [4] * 41), {"temperature": 0.0, "seed": 0, "max_tokens": 9}
+    arrivals = [
+        Arrival(at=0.0, prompt=texts[0][:27], sampling=sampling | {"n": 2}),
+        Arrival(at=0.0, prompt=texts[1], sampling=sampling, tenant="b"),
+    ]
+    run_well(*arrivals, faults=[], block_size=1, num_blocks=60, **options)
+
+
 def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False, **more: Any) -> None:
     """more: options of the engine."""
     options = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 16}
