@@ -67,8 +67,8 @@ OPERATOR_TESTS := $(patsubst %,tests/kernels/test_%.py,cpu_ops event_ops gated_d
 
 # build/asan and build/tsan get the package with operators of their own. Python is built for neither: the runtime is
 # loaded before it, what it leaks is its own, and races inside of PyTorch and OpenMP are not looked for. The test
-# of forks is left out: under TSan its child ends with an error, and nobody knows yet why; so is that of unknown
-# instruction sets, which expects the list of all.
+# of forks is left out: TSan takes a child's new threads for its parent's, whose stacks they get, and ends it ("dup
+# thread with used id"); so is that of unknown instruction sets, which expects the list of all.
 test-sanitizers: venv
 	set -e; for kind in asan=address,undefined tsan=thread; do name=$${kind%%=*}; \
 		KVLLM_SANITIZERS=$${kind#*=} $(VENV)/bin/python setup.py --quiet build \
