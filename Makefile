@@ -1,7 +1,7 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
 # make test-long   the same with every case and twenty times the examples
-# make simulate   the engine under timed traffic and failing parts, on a virtual clock (SECONDS=600, FIRST_SEED=0)
+# make simulate   the engine under timed traffic and failing parts, on a virtual clock (SECONDS=600, FIRST_SEED=0, PROCESSES=2)
 # make test-sanitizers   the operators for CPUs, up to AVX2, under ASan and UBSan, then under TSan: half an hour
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
 # make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
@@ -59,15 +59,16 @@ test-long: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --long
 
 simulate: venv
-	$(VENV)/bin/python -m tests.deterministic $(if $(SECONDS),--seconds $(SECONDS)) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED))
+	$(VENV)/bin/python -m tests.deterministic $(if $(SECONDS),--seconds $(SECONDS)) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED)) \
+		$(if $(PROCESSES),--processes $(PROCESSES))
 
 OPERATOR_TESTS := $(patsubst %,tests/kernels/test_%.py,cpu_ops event_ops gated_delta instruction_sets threads) \
 	tests/core/test_engine.py
 
 # build/asan and build/tsan get the package with operators of their own. Python is built for neither: the runtime is
 # loaded before it, what it leaks is its own, and races inside of PyTorch and OpenMP are not looked for. The test
-# of forks is left out: under TSan its child ends with an error, and nobody knows yet why; so is that of unknown
-# instruction sets, which expects the list of all.
+# of forks is left out: TSan takes a child's new threads for its parent's, whose stacks they get, and ends it ("dup
+# thread with used id"); so is that of unknown instruction sets, which expects the list of all.
 test-sanitizers: venv
 	set -e; for kind in asan=address,undefined tsan=thread; do name=$${kind%%=*}; \
 		KVLLM_SANITIZERS=$${kind#*=} $(VENV)/bin/python setup.py --quiet build \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from math import ceil, log2
+from operator import add
 
 from msgspec import Struct, field
 
@@ -34,8 +35,9 @@ class Durations(Struct):
         self.longest = max(self.longest, seconds)
 
     def __add__(self, other: Durations) -> Durations:
-        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
-        return Durations(counts, self.total + other.total, max(self.longest, other.longest))
+        return Durations(
+            list(map(add, self.counts, other.counts)), self.total + other.total, max(self.longest, other.longest)
+        )
 
     def __copy__(self) -> Durations:
         return Durations(self.counts[:], self.total, self.longest)

@@ -191,21 +191,19 @@ class EngineStats(Struct):
 
     def add(self, other: EngineStats) -> None:
         """Count what was counted elsewhere, too, and take over what is in that engine now. The sizes stay."""
-        for name in self.__struct_fields__:
-            mine, theirs = self[name], other[name]
-            if name in PEAKS:
-                setattr(self, name, max(mine, theirs))
-            elif name in GAUGES:
-                setattr(self, name, theirs)
-            elif name not in SIZES:
-                setattr(self, name, mine + theirs)
+        for name in PEAKS:
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in GAUGES:
+            setattr(self, name, getattr(other, name))
+        for name in COUNTS:
+            if theirs := getattr(other, name):  # most of one step's are 0
+                setattr(self, name, getattr(self, name) + theirs)
 
     def take(self) -> EngineStats:
         """The counts since the last call."""
-        taken, empty = copy(self), EngineStats(self.num_blocks, self.block_bytes, self.method_state_bytes)
-        for name in self.__struct_fields__:
-            if name not in GAUGES:
-                setattr(self, name, empty[name])
+        taken, empty = copy(self), EngineStats(self.num_blocks)
+        for name in (*PEAKS, *COUNTS):
+            setattr(self, name, getattr(empty, name))
         return taken
 
     def record_step(self, *, running: int, blocks: int) -> None:
@@ -219,3 +217,7 @@ class EngineStats(Struct):
         """The timeline without the first `steps` of all steps."""
         left_out = max(0, len(self.packed_timeline) // STEP.size - self.steps + steps)
         return list(STEP.iter_unpack(self.packed_timeline[left_out * STEP.size :]))
+
+
+COUNTS = tuple(sorted({*EngineStats.__struct_fields__}.difference(SIZES, GAUGES, PEAKS)))
+"""What `EngineStats.add` adds up."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from itertools import accumulate
@@ -175,10 +174,8 @@ class BlockManager:
         for part in range(self.full_parts):
             full.append(cache.match(_keys(hashes[:count], part)))
             count = len(full[-1])
-        if self.snapshots:
-            count = self.snapshots.longest(hashes, count)
-        while (missing := self._missing_block(cache, hashes, count)) is not None:
-            count = missing
+        while (shorter := self._shorter(cache, hashes, count)) is not None:
+            count = shorter
         windows = (self._window(cache, hashes, count, part) for part in range(self.full_parts, len(self.group_of)))
         row = self.snapshots.row(hashes[count - 1]) if self.snapshots and count else None
         return PrefixHit(count, [*(blocks[:count] for blocks in full), *windows], state_row=row)
@@ -233,8 +230,11 @@ class BlockManager:
         salt, adapter = seq.origin
         return root_hash(salt, self.kv_cache_dtype, adapter)
 
-    def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
-        """The last block of a text that a sliding part lacks of those that the token after `count` blocks attends."""
+    def _shorter(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
+        """Where to look next if the token after `count` blocks of a text cannot be computed, as no recurrent state is
+        known there, or a sliding part lacks a block that it attends."""
+        if self.snapshots and (known := self.snapshots.longest(hashes, count)) < count:
+            return known
         for part in range(self.full_parts, len(self.group_of)):
             first = self.group_of[part].first_block(count * self.block_size, self.block_size)
             for index in range(count - 1, first - 1, -1):
@@ -272,7 +272,7 @@ class BlockManager:
         """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it; and
         every table holds what it has to."""
         sequences = list(sequences)
-        self.pool.check(Counter(block for seq in sequences for table in seq.tables for block in table.blocks))
+        self.pool.check([block for seq in sequences for table in seq.tables for block in table.blocks])
         for seq in sequences:
             for table in seq.tables:
                 table.check(seq.logical_length)

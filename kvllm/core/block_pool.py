@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 from kvllm.core.prefix_cache import PrefixCache
@@ -105,12 +105,18 @@ class BlockPool:
         if self.prefix_cache is not None:
             self._free.extend(self.prefix_cache.clear())
 
-    def check(self, owned: Counter[int]) -> None:
-        """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it."""
-        if any(self.references[block] != owned[block] for block in range(self.num_blocks)):
+    def check(self, owned: list[int]) -> None:
+        """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it.
+
+        owned: the blocks of all tables.
+        """
+        named = [0] * self.num_blocks
+        for block in owned:
+            named[block] += 1
+        if named != self.references:
             raise RuntimeError("a block's reference count is not the number of block table entries that name it")
-        free = Counter(self._free)
-        for block in range(self.num_blocks):
-            idle = self.prefix_cache is not None and self.prefix_cache.is_idle(block)
-            if free[block] + idle + bool(owned[block]) != 1:
-                raise RuntimeError(f"block {block} must be exactly one of free, cached and owned")
+        idle = self.prefix_cache.idle if self.prefix_cache else ()
+        uses = [*self._free, *idle, *set(owned)]
+        if len(uses) != self.num_blocks or len(set(uses)) != self.num_blocks:
+            wrong = [block for block in range(self.num_blocks) if uses.count(block) != 1]
+            raise RuntimeError(f"blocks must be exactly one of free, cached and owned, which these are not: {wrong}")

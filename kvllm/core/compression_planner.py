@@ -56,7 +56,7 @@ class CompressionPlanner:
         decoding = []
         for seq in running:
             if seq.logical_length <= self._compressed_at_once(seq):
-                if seq.logical_length >= seq.prompt_length and (region := self._complete(seq)):
+                if region := self._complete(seq):
                     self._compress_at_once(step, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
@@ -140,7 +140,7 @@ class CompressionPlanner:
         return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
 
     def _complete(self, seq: Sequence) -> Region | None:
-        if self.policy.unscored([seq]):
+        if seq.logical_length < seq.prompt_length or self.policy.unscored([seq]):
             return None
         return self.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
 

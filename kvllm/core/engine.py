@@ -158,9 +158,7 @@ class LLMEngine:
             if any(token.error and seq.adapter for seq, token in sampled):  # it may be missing in what was cached
                 self.scheduler.forget_prefixes()
             self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions or plan.choices))
-            for each in self.prompts:
-                self.outputs.add_prompt_logprobs(*each)
-            self.sampled, ended = self.outputs.process(self.sampled)
+            self.sampled, ended = self.outputs.process(self.sampled, self.prompts)
             for seq in ended:
                 self.scheduler.finish(seq)
                 self.stats.output_tokens -= seq.sampling.max_tokens == 0  # nobody gets what was sampled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
@@ -83,6 +83,6 @@ class HostBlocks:
 
     def check(self, suspended: Iterable[int]) -> None:
         """Raise RuntimeError unless every block is free, holds a prefix, or belongs to one of the suspended."""
-        uses = Counter([*self._free, *self._prefixes.values(), *suspended])
-        if len(uses) != self.num_blocks or any(count != 1 for count in uses.values()):
+        uses = [*self._free, *self._prefixes.values(), *suspended]
+        if len(uses) != self.num_blocks or len(set(uses)) != self.num_blocks:
             raise RuntimeError("a host block must be exactly one of free, a prefix's, and a suspended sequence's")

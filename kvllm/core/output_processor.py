@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvllm.core.protocol import PromptLogprobs, SampledToken
@@ -51,21 +52,19 @@ class OutputProcessor:
         self._write_again(request)
         request.make_sequences()
 
-    def add_prompt_logprobs(self, seq: Sequence, prompt: PromptLogprobs) -> None:
-        """Add what is new of a prompt's log probabilities. After a failure some of them come again."""
-        found = self.requests[seq.request_id].output.prompt_logprobs
-        assert found is not None
-        for token in prompt.tokens[len(found) - prompt.first :]:
-            found.append(self._logprobs(token, seq.sampling))
-
-    def process(self, sampled: list[SequenceToken]) -> tuple[list[SequenceToken], list[Sequence]]:
-        """Give each sequence its tokens but those after its end. Returns the ones that they got, and the sequences that
-        ended, for the caller to let go."""
+    def process(
+        self, sampled: list[SequenceToken], prompts: Iterable[tuple[Sequence, PromptLogprobs]] = ()
+    ) -> tuple[list[SequenceToken], list[Sequence]]:
+        """Give each sequence the log probabilities of its prompt, and its tokens but those after its end. Returns the
+        ones that they got, and the sequences that ended, for the caller to let go."""
         now = time.monotonic()
         for seq, _ in sampled:  # forks appear here first, and their request must not end before all are there
             self.requests[seq.request_id].sequences[seq.index] = seq
         received: list[SequenceToken] = []
         ended: list[Sequence] = []
+        for seq, prompt in prompts:
+            request = self._touched[seq.request_id] = self.requests[seq.request_id]
+            ended += self._or_fail(request, partial(self._add_prompt_logprobs, request, prompt))
         for seq, token in sampled:
             if seq.has_ended:
                 continue
@@ -73,7 +72,7 @@ class OutputProcessor:
             request = self.requests.get(seq.request_id)
             if request is not None:  # else another of its completions has failed
                 self._touched[seq.request_id] = request
-                ended += self._receive_or_fail(request, seq, token, now)
+                ended += self._or_fail(request, partial(self._receive, request, seq, token, now))
         return received, ended
 
     def take_touched(self) -> list[RequestOutput]:
@@ -100,17 +99,25 @@ class OutputProcessor:
 
     # One token
 
-    def _receive_or_fail(self, request: Request, seq: Sequence, token: SampledToken, now: float) -> list[Sequence]:
-        """Give a sequence its token; an error ends its request alone. Returns the sequences that ended."""
+    def _or_fail(self, request: Request, receive: Callable[[], list[Sequence]]) -> list[Sequence]:
+        """Let a request receive what is new; an error ends it alone. Returns the sequences that ended."""
         self._receiving = request
         try:
-            ended = self._receive(request, seq, token, now)
+            ended = receive()
         except KvLLMError as error:
             ended = self._fail(request, error)
         except Exception as error:
             ended = self._fail(request, RequestError(f"the output cannot be made: {type(error).__name__}: {error}"))
         self._receiving = None
         return ended
+
+    def _add_prompt_logprobs(self, request: Request, prompt: PromptLogprobs) -> list[Sequence]:
+        """Add what is new of a prompt's log probabilities. After a failure some of them come again."""
+        found = request.output.prompt_logprobs
+        assert found is not None
+        for token in prompt.tokens[len(found) - prompt.first :]:
+            found.append(self._logprobs(token, request.sampling))
+        return []
 
     def _receive(self, request: Request, seq: Sequence, token: SampledToken, now: float) -> list[Sequence]:
         if token.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -50,6 +50,11 @@ class PrefixCache:
     @property
     def num_idle(self) -> int:
         return len(self._idle)
+
+    @property
+    def idle(self) -> Iterable[int]:
+        """Blocks, the least recently used first."""
+        return self._idle
 
     def idle_content(self) -> list[tuple[bytes, int]]:
         """What idle blocks hold, and these, the least recently used first."""

@@ -20,28 +20,29 @@ OBJECT_STORE_BYTES = 80 << 20
 """The object store of a local Ray: nothing is put there, and Ray allows no less."""
 PLACEMENT_SECONDS = 60.0
 
-_users_of_local_ray = 0
-"""Executors and replica sets that use a Ray which one of them started. The last one ends it."""
+_users = 0
+"""Executors and replica sets that use a Ray which one of them has joined or started. The last one leaves it."""
 
 
 def acquire_ray(num_ranks: int) -> None:
     """Join the cluster that this process belongs to, that RAY_ADDRESS names, or that runs here; else start one."""
-    global _users_of_local_ray
-    if _users_of_local_ray:
-        _users_of_local_ray += 1
-    elif not ray.is_initialized():
+    global _users
+    if not _users and ray.is_initialized():
+        return
+    if not _users:
         if address := _running_ray():
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         else:
             _start_ray(num_ranks)
-            _users_of_local_ray = 1
+    _users += 1
 
 
 def release_ray() -> None:
-    global _users_of_local_ray
-    if _users_of_local_ray:
-        _users_of_local_ray -= 1
-        if not _users_of_local_ray:
+    """Leave it, if this was the last one to use what was joined or started here."""
+    global _users
+    if _users:
+        _users -= 1
+        if not _users:
             ray.shutdown()
 
 

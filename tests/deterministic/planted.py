@@ -7,16 +7,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from kvllm.core import block_manager
 from kvllm.core.block_pool import BlockPool
 from kvllm.core.engine import LLMEngine
 from kvllm.core.offloading import Offloading
 from kvllm.core.output_processor import OutputProcessor
 from kvllm.core.output_stream import OutputStream
-from kvllm.core.protocol import StepPlan, StepResult, TransferReport
+from kvllm.core.prefix_cache import root_hash
+from kvllm.core.protocol import PromptLogprobs, StateCopy, StepPlan, StepResult, TransferReport
+from kvllm.core.request import Request
 from kvllm.core.sequence import Sequence
+from kvllm.core.state_snapshots import StateSnapshots
 from kvllm.core.tables import BlockTable
 from kvllm.distributed.replicas.crowding import Crowding
 from kvllm.distributed.replicas.engine import DataParallelEngine
+from kvllm.serving.supervisor import EngineSupervisor
+from kvllm.structured.matcher import Matcher
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -104,6 +110,55 @@ def late_result_taken() -> AbstractContextManager[Any]:
     return patch.object(DataParallelEngine, "_recover", recover)
 
 
+def state_of_another_prefix() -> AbstractContextManager[Any]:
+    return patch.object(StateSnapshots, "row", lambda snapshots, digest: next(reversed(snapshots._row_of.values())))
+
+
+def state_copied_a_step_late() -> AbstractContextManager[Any]:
+    take_due = StateSnapshots.take_due
+    late: dict[StateSnapshots, list[StateCopy]] = {}
+
+    def take_late(snapshots: StateSnapshots) -> list[StateCopy]:
+        due, late[snapshots] = late.get(snapshots, []), take_due(snapshots)
+        return due
+
+    return patch.object(StateSnapshots, "take_due", take_late)
+
+
+def grammar_of_two_completions() -> AbstractContextManager[Any]:
+    return patch.object(Matcher, "branch", lambda matcher: matcher)
+
+
+def prompt_reported_twice_after_an_exception() -> AbstractContextManager[Any]:
+    def add(outputs: OutputProcessor, request: Request, prompt: PromptLogprobs) -> list[Sequence]:
+        assert request.output.prompt_logprobs is not None
+        request.output.prompt_logprobs += [outputs._logprobs(token, request.sampling) for token in prompt.tokens]
+        return []
+
+    return patch.object(OutputProcessor, "_add_prompt_logprobs", add)
+
+
+def dropped_pairs_not_suspended() -> AbstractContextManager[Any]:
+    launch = LLMEngine._launch
+
+    def hasty(engine: LLMEngine, plan: StepPlan) -> StepPlan:
+        plan.suspended = []
+        return launch(engine, plan)
+
+    return patch.object(LLMEngine, "_launch", hasty)
+
+
+def prefix_of_another_adapter() -> AbstractContextManager[Any]:
+    return patch.object(block_manager, "root_hash", lambda salt, dtype, adapter: root_hash(salt, dtype))
+
+
+def supervisor_that_goes_on_with_a_dead_engine() -> AbstractContextManager[Any]:
+    async def restart(supervisor: EngineSupervisor) -> bool:
+        return True
+
+    return patch.object(EngineSupervisor, "_restart", restart)
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -117,5 +172,12 @@ PLANTED: dict[str, Plant] = {
         lost_blocks_taken,
         share_of_a_tenant_not_returned,
         late_result_taken,
+        state_of_another_prefix,
+        state_copied_a_step_late,
+        grammar_of_two_completions,
+        prompt_reported_twice_after_an_exception,
+        dropped_pairs_not_suspended,
+        prefix_of_another_adapter,
+        supervisor_that_goes_on_with_a_dead_engine,
     )
 }

@@ -29,7 +29,11 @@ def body_of(arrival: Arrival, content: str, most: int) -> bytes:
     unknown = ("compress", "logprobs", "max_tokens")
     sampling = {key: value for key, value in arrival.sampling.items() if key not in unknown}
     length = min(arrival.sampling["max_tokens"], most)
-    body: dict[str, Any] = {"model": "model", "priority": arrival.priority, "stream": arrival.via == "stream"}
+    body: dict[str, Any] = {
+        "model": arrival.adapter or "model",
+        "priority": arrival.priority,
+        "stream": arrival.via == "stream",
+    }
     if arrival.salt:
         body["cache_salt"] = arrival.salt
     messages = [{"role": "user", "content": content}]

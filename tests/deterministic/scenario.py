@@ -19,7 +19,22 @@ WINDOWS: list[list[int | None]] = [[None], [None], [None, 9], [None, 5, 16], [12
 TEXT_ROUTES = ("messages", "responses")
 """Of the server, whose answers have no token ids."""
 
+ADAPTERS = "xyz"
+SERVER = ("http", "stream")
+"""How requests come that the server answers."""
+RECALLING = ("keydiff", "kara")
+"""Methods beside which what was dropped may come back."""
+
 KINDS = ("restart", "restart", "interrupt", "interrupt", "row", "clock", "forget", "engine")
+
+
+RULES: list[dict[str, Any]] = [
+    {"regex": "[a-d]{2,9}( [0-9]{1,3}){0,4}"},
+    {"choice": ["a quick dog", "a quick brown dog", "the fox"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a"]}},
+    {"regex": "(["},
+]
+"""Of structured outputs; the last one cannot be compiled."""
 
 
 class Arrival(Struct, kw_only=True, omit_defaults=True):
@@ -59,9 +74,11 @@ class Arrival(Struct, kw_only=True, omit_defaults=True):
 class Fault(Struct, kw_only=True, omit_defaults=True):
     """kind: "restart" (the workers are lost before or after a step), "interrupt" (a step is cut short), "row" (one
     sequence cannot be sampled), "engine" (a step raises, and the engine is dead), "clock" (it jumps), "replica" (one is
-    lost), "forget" (the prefix cache is reset), "text" (tokens cannot be decoded), "drain" (the server takes no more).
+    lost), "forget" (the prefix cache is reset), "text" (tokens cannot be decoded), "drain" (the server takes no
+        more), "load" (another adapter of a name) and "unload".
 
-    step: of the workers, or, for an interrupt of several replicas, of looks for their reports; for "text", of calls.
+    step: of the workers, or, for an interrupt of several replicas, of looks for their reports; for "text", of calls; to
+        "load" and "unload" it says which adapter.
         executed: whether it strikes after the step's work. at: seconds, for the others.
     """
 
@@ -72,8 +89,8 @@ class Fault(Struct, kw_only=True, omit_defaults=True):
 
 
 class Scenario(Struct, kw_only=True, omit_defaults=True):
-    """options: of the engine, see `make_config`. has_text: whether there is a tokenizer. loss: the share of blocks that
-    are lost on the host or the disk."""
+    """options: of the engine, see `make_config`. has_text: whether there is a tokenizer. supervised: whether an engine
+    that has died is replaced. loss: the share of blocks that are lost on the host or the disk."""
 
     seed: int
     options: dict[str, Any]
@@ -81,6 +98,7 @@ class Scenario(Struct, kw_only=True, omit_defaults=True):
     faults: list[Fault] = field(default_factory=list)
     replicas: int = 1
     has_text: bool = False
+    supervised: bool = False
     loss: float = 0.0
 
 
@@ -88,6 +106,7 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
     """The configuration of plain options: `windows`, `compression`, `speculation` and `tenants` stand for objects."""
     plain = dict(options)
     windows = plain.pop("windows", [None])
+    plain["has_recurrent_layers"] = "num_state_snapshots" in plain
     compression, speculation = plain.pop("compression", None), plain.pop("speculation", None)
     tenants = plain.pop("tenants", {})
     groups = UNIFORM if windows == [None] else tuple(KVGroup(window, ((i,),)) for i, window in enumerate(windows))
@@ -115,9 +134,13 @@ def draw(seed: int) -> Scenario:
         has_text=text,
         loss=rng.choice([0.0, 0.0, 0.1, 0.5]),
     )
-    scenario.faults += draw_faults_of_text(rng, text)
+    scenario.faults += draw_faults_of_text(rng, text, "max_loras" in options)
+    if text and rng.random() < 0.6:
+        scenario.supervised = True
+        deaths = rng.choice([0, 1, 1, 2, 5])
+        scenario.faults += [Fault(kind="engine", step=rng.randint(1, 150)) for _ in range(deaths)]
     for arrival in scenario.arrivals:
-        if arrival.via in ("http", "stream"):
+        if arrival.via in SERVER:
             draw_route(rng, arrival)
         elif "compression" not in options and rng.random() < 0.1:
             kept = {key: arrival.sampling[key] for key in ("n", "ignore_eos")}
@@ -155,8 +178,10 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
             options["kv_offloading_path"] = "disk"
     if rng.random() < 0.3:
         options["tenants"] = {"a": {"weight": rng.choice([0.5, 4.0])}, "b": {"guaranteed_share": 0.3}}
+    if is_recurrent := rng.random() < 0.25:
+        options["num_state_snapshots"] = rng.choice([1, 4, 40])
     if windows[0] is None and rng.random() < 0.6:
-        options["compression"] = draw_compression(rng, block_size, slides=len(windows) > 1)
+        options["compression"] = draw_compression(rng, block_size, slides=len(windows) > 1 or is_recurrent)
     if rng.random() < 0.3:
         options["max_loras"] = rng.randint(1, 2)
     if rng.random() < 0.25:
@@ -166,6 +191,8 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
             {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
         ]
         options["speculation"] = rng.choice(drafts)
+    elif windows == [None] and options.get("compression", {}).get("method") in RECALLING and rng.random() < 0.5:
+        options["compression"] |= rng.choice([{"recall_period": rng.randint(1, 5)}, {"recall_bound": 0.1}])
     return options
 
 
@@ -225,18 +252,23 @@ def draw_arrival(rng: random.Random, options: dict[str, Any], at: float, prompt:
         "n": min(rng.choice([1, 1, 1, 2, 3]), options["max_num_seqs"]),
     }
     if rng.random() < 0.15:
+        sampling["prompt_logprobs"] = rng.randint(0, 2)
+        sampling["max_tokens"] = rng.choice([0, *[sampling["max_tokens"]] * 4])
+    if rng.random() < 0.15:
         sampling["stop_token_ids"] = [rng.randrange(VOCAB)]
         sampling["min_tokens"] = rng.choice([0, min(4, sampling["max_tokens"])])
     if rng.random() < 0.15:
         sampling["logprobs"] = rng.randint(0, 2)
+    if text and rng.random() < 0.3:
+        sampling["structured_outputs"] = rng.choice(RULES)
     if text and rng.random() < 0.2:
         sampling["stop"] = [rng.choice(['"#', "%", "&'"])]
     if "compression" in options and rng.random() < 0.2:
         sampling["compress"] = False
     via = ["generate", "deliver"]
-    adapter = rng.choice(["", "x", "y", "z"]) if "max_loras" in options else ""
-    if text and not adapter and not sampling.keys() & {"stop", "compress"}:
-        via += ["http", "stream"]
+    adapter = rng.choice(["", *ADAPTERS]) if "max_loras" in options else ""
+    if text and not sampling.keys() & {"stop", "compress", "prompt_logprobs"}:
+        via += SERVER
     chosen = rng.choice(via)
     return Arrival(
         at=at,
@@ -264,7 +296,9 @@ def draw_faults(rng: random.Random, replicas: int) -> list[Fault]:
     return faults
 
 
-def draw_faults_of_text(rng: random.Random, text: bool) -> list[Fault]:
+def draw_faults_of_text(rng: random.Random, text: bool, loras: bool) -> list[Fault]:
     found = [Fault(kind="text", step=rng.randint(1, 200)) for _ in range(rng.choice([0, 0, 1, 2]))]
     found += [Fault(kind="drain", at=rng.random() * 4)] if rng.random() < 0.2 else []
+    changes = ["load", "unload"] if loras else []
+    found += [Fault(kind=kind, at=rng.random() * 2, step=rng.randrange(1, 100)) for kind in changes for _ in range(3)]
     return found if text else []

@@ -47,7 +47,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults)
     if scenario.replicas > 1:
         yield replace(scenario, replicas=scenario.replicas - 1)
-    for name in ("compression", "speculation", "tenants", "num_host_blocks", "kv_offloading_path"):
+    if scenario.supervised:
+        yield replace(scenario, supervised=False)
+    optional = ("compression", "speculation", "tenants", "num_host_blocks", "kv_offloading_path", "num_state_snapshots")
+    for name in optional:
         if name in scenario.options:
             yield replace(scenario, options={key: each for key, each in scenario.options.items() if key != name})
     for index, arrival in enumerate(scenario.arrivals):

@@ -24,7 +24,13 @@ SECONDS = 60.0
 """Of a processor, within which a planted fault is found."""
 
 
-FIRST_SEEDS = {"hash_kept_after_a_compaction": 36, "lost_blocks_taken": 23, "off_by_one_in_a_swap": 13}
+FIRST_SEEDS = {
+    "dropped_pairs_not_suspended": 90,
+    "late_result_taken": 35,
+    "lost_blocks_taken": 48,
+    "off_by_one_in_a_swap": 32,
+    "state_of_another_prefix": 46,
+}
 """Where the search for a planted fault begins that few scenarios find."""
 
 
@@ -130,6 +136,37 @@ def test_a_text_that_a_replica_cannot_make_ends_its_request() -> None:
     for call in range(1, 80, 5):
         faults = [Fault(kind="text", step=call)]
         run_well(Arrival(at=0.0, prompt=[3, 4], sampling=sampling), faults=faults, replicas=2, has_text=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_log_probabilities_of_a_prompt_that_cannot_be_named_end_their_request(replicas: int) -> None:
+    """The engine was dead after it."""
+    sampling = {"temperature": 0.0, "seed": 4, "max_tokens": 3, "prompt_logprobs": 1, "stop": ["not there"]}
+    for call in range(1, 24):
+        faults = [Fault(kind="text", step=call)]
+        run_well(Arrival(at=0.0, prompt=[3, 4, 5], sampling=sampling), faults=faults, replicas=replicas, has_text=True)
+
+
+def test_a_recurrent_state_is_found_where_the_window_is_cached() -> None:
+    """Where a block of the window was missing, a shorter prefix was taken, whose state nobody had."""
+    text, sampling = [3, 4] * 12, {"temperature": 0.0, "seed": 0, "ignore_eos": True}
+    arrivals = [
+        Arrival(at=at, prompt=text[:length], sampling=sampling | {"max_tokens": tokens})
+        for at, length, tokens in ((0.0, 17, 4), (0.2, 9, 25), (1.0, 24, 28))
+    ]
+    run_well(*arrivals, faults=[], windows=[12], num_state_snapshots=3, block_size=1, num_blocks=39)
+
+
+def test_a_prompt_is_not_compressed_before_it_is_computed() -> None:
+    """A tenant that made way was compressed in the middle of its prompt, before its completions parted."""
+    compression = {"method": "keydiff", "policy": "threshold", "threshold_tokens": 17, "budget_tokens": 6, "buffer": 3}
+    options = {"compression": compression, "tenants": {"b": {"guaranteed_share": 0.3}}, "max_num_batched_tokens": 24}
+    texts, sampling = ([3, 4] * 14, [4] * 41), {"temperature": 0.0, "seed": 0, "max_tokens": 9}
+    arrivals = [
+        Arrival(at=0.0, prompt=texts[0][:27], sampling=sampling | {"n": 2}),
+        Arrival(at=0.0, prompt=texts[1], sampling=sampling, tenant="b"),
+    ]
+    run_well(*arrivals, faults=[], block_size=1, num_blocks=60, **options)
 
 
 def run_well(*arrivals: Arrival, faults: list[Fault], replicas: int = 1, has_text: bool = False, **more: Any) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import random
 import traceback
 from contextlib import ExitStack
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -17,19 +18,20 @@ import kvllm.async_llm
 from kvllm.async_llm import AsyncLLM
 from kvllm.core.engine import LLMEngine
 from kvllm.core.executor import WorkersRestarted
-from kvllm.core.protocol import StepPlan, encode
+from kvllm.core.protocol import decode_plan
 from kvllm.distributed.replicas import replica
 from kvllm.distributed.replicas.engine import DataParallelEngine
-from kvllm.errors import EngineDeadError
-from kvllm.serving.app import make_app
-from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.errors import EngineDeadError, WorkerError
+from kvllm.structured.compile import Grammars
+from kvllm.structured.vocabulary import read_vocabulary
 from kvllm.tokenizer import Tokenizer
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.oracle import alone, beams_alone, ending
+from tests.deterministic.judge import Judge
 from tests.deterministic.replicas import SimulatedReplicas
-from tests.deterministic.scenario import TEXT_ROUTES, Arrival, Scenario, make_config
+from tests.deterministic.scenario import RULES, SERVER, Arrival, Fault, Scenario, make_config
+from tests.deterministic.server import AdapterFiles, SimulatedServer
 from tests.helpers.tokenizers import byte_level
 
 MOST_STEPS = 20_000
@@ -51,6 +53,23 @@ def run(scenario: Scenario) -> Outcome:
     return World(scenario).run()
 
 
+@cache
+def grammars() -> Grammars:
+    """Of the model's vocabulary."""
+    tokenizer = byte_level("chat")
+    return Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (END,)), (END,))
+
+
+class Compiler:
+    """Refuses rules of structured outputs that do not compile, without a process for it."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.check = grammars.compile
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -62,6 +81,7 @@ class World:
         self.died = False
         self.broken_rows = 0
         self.drains = False
+        self.grammars = grammars() if scenario.has_text else None
         self.vocab_size = len(byte_level("chat").hf) if scenario.has_text else VOCAB
         self.prompts: dict[str, list[int]] = {}
         self.contents: dict[str, str] = {}
@@ -75,6 +95,7 @@ class World:
         self._step_faults = {fault.step: fault for fault in scenario.faults if fault.kind in kinds}
         self._interrupts = {fault.step for fault in scenario.faults if fault.kind == "interrupt"}
         self._looks = 0
+        self._changes: list[asyncio.Future[None]] = []
 
     def run(self) -> Outcome:
         loop_class = simulated_engine_loop(self._step_seconds, self._after_turn)
@@ -96,10 +117,17 @@ class World:
     # The parts
 
     def _make_engine(self) -> LLMEngine:
-        model = ExactModel(self.config, self.rng, loss=self.scenario.loss, before_result=self._before_result)
+        loss, grammars = self.scenario.loss, self.grammars
+        model = ExactModel(self.config, self.rng, loss=loss, grammars=grammars, before_result=self._before_result)
+        if self.models and self.scenario.replicas == 1:
+            model.host.disk = self.models[-1].host.disk
         self.models.append(model)
-        tokenizer = self._make_tokenizer()
-        return LLMEngine(self.config, model, vocab_size=self.vocab_size, eos_token_ids=(END,), tokenizer=tokenizer)
+        return LLMEngine(self.config, model, **self._engine_options())
+
+    def _engine_options(self) -> dict[str, Any]:
+        checker = cast("Any", Compiler(self.grammars)) if self.grammars else None
+        files = {"tokenizer": self._make_tokenizer(), "grammars": checker, "adapters": AdapterFiles()}
+        return {"vocab_size": self.vocab_size, "eos_token_ids": (END,), **files}
 
     def _make_tokenizer(self) -> Tokenizer | None:
         """One that has decoded nothing yet: how often it does is part of a scenario."""
@@ -123,26 +151,31 @@ class World:
             self.replicas = SimulatedReplicas(
                 self.config, self.scenario.replicas, self.rng, self._make_engine, self._before_receiving
             )
-            tokenizer = self._make_tokenizer()
-            replicas = cast("Any", self.replicas)
-            options = {"vocab_size": self.vocab_size, "eos_token_ids": (END,), "tokenizer": tokenizer}
-            self.engine = DataParallelEngine(self.config, replicas, **options)
-        return AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
+            self.engine = DataParallelEngine(self.config, cast("Any", self.replicas), **self._engine_options())
+        self.llm = AsyncLLM(self.engine, cast("Any", SimpleNamespace(vocab_size=self.vocab_size, dtype="float32")))
+        self.died = False
+        return self.llm
 
     async def _main(self) -> None:
-        self.llm = self._make_llm()
-        args = cast("Any", SimpleNamespace(sampling_defaults={}, enable_lora=False))
-        app = None
-        if self.scenario.has_text:
-            self.server = ServerState(args, ServerOptions(("model",)), self.llm)
-            app = make_app(self.server)
+        scenario, max_loras = self.scenario, self.config.max_loras
+        self.server = SimulatedServer(self._make_llm, max_loras=max_loras, supervised=scenario.supervised)
+        try:
+            await self._serve()
+        finally:
+            self.server.close()
+
+    async def _serve(self) -> None:
         for fault in self.scenario.faults:
-            if fault.kind in ("clock", "replica", "forget", "drain"):
-                asyncio.get_running_loop().call_later(fault.at, self._strike, fault.kind)
-        clients = Clients(self.llm, app, self.prompts, self.contents, self.config.max_model_len, self.rng)
+            if fault.kind in ("clock", "replica", "forget", "drain", "load", "unload"):
+                asyncio.get_running_loop().call_later(fault.at, self._strike, fault)
+        clients = Clients(lambda: self.llm, self.server.app, self.prompts, self.contents, self.config, self.rng)
         asked = [clients.ask(str(i), arrival) for i, arrival in enumerate(self.scenario.arrivals)]
         got = await asyncio.gather(*asked)
+        await asyncio.gather(*self._changes)
+        await self.server.wait_for_engine()
         while not (self.llm._loop.is_idle or self.died):
+            if failure := self.llm._loop.failure:
+                raise failure
             await asyncio.sleep(0.1)
         for i, (arrival, each) in enumerate(zip(self.scenario.arrivals, got, strict=True)):
             self._judge(str(i), arrival, each)
@@ -153,19 +186,22 @@ class World:
 
     # Faults
 
-    def _strike(self, kind: str) -> None:
+    def _strike(self, fault: Fault) -> None:
+        kind = fault.kind
         if kind == "clock":
             self.clock.advance(self.rng.choice((1.0, 5000.0)))
+        elif kind in ("load", "unload"):
+            self._changes.append(asyncio.ensure_future(self.server.reconfigure(kind, fault.step)))
         elif kind == "forget":
             self.llm._loop.submit(lambda engine: engine.reset_prefix_cache())
         elif kind == "drain":
-            self.drains = self.server.admission.is_draining = True
+            self.drains = self.server.state.admission.is_draining = True
         elif self.scenario.replicas > 1:
             self.rng.choice(self.replicas.replicas).kill()
 
-    def _before_result(self, plan: StepPlan) -> None:
+    def _before_result(self, plan: bytes) -> None:
         self.steps += 1
-        self.trace.update(encode(plan) + str(self.clock.now).encode())
+        self.trace.update(plan + str(self.clock.now).encode())
         if self.steps > MOST_STEPS:
             raise AssertionError(f"not finished after {MOST_STEPS} steps")
         fault = self._step_faults.get(self.steps)
@@ -177,14 +213,28 @@ class World:
             self.broken_rows += 1
             return
         if fault.executed:
-            model.run(plan)
+            model.run(decode_plan(plan))
         if fault.kind == "restart":
             model.restart()
+            self._spend(model)
             raise WorkersRestarted
         if fault.kind == "interrupt":
             raise Interrupted
-        self.died = self.scenario.replicas == 1
+        self._die()
         raise RuntimeError("the step has failed")
+
+    def _spend(self, model: ExactModel) -> None:
+        """Replace a model's workers, if that was not done too often."""
+        try:
+            model.restarts.spend(WorkerError("the workers are lost"))
+        except WorkerError:
+            self._die()
+            raise
+
+    def _die(self) -> None:
+        if self.scenario.replicas == 1:
+            self.died = True
+            self.server.note_death()
 
     def _failing(self, decode: Any) -> Any:
         """A tokenizer's `decode` that fails at some calls."""
@@ -221,72 +271,31 @@ class World:
     def _judge(self, name: str, arrival: Arrival, got: Got) -> None:
         """Each request gave what it gives alone, or has ended for a reason that its history explains."""
         self.trace.update(repr((name, got.tokens, got.reasons)).encode())
-        if got.error is not None and not self._is_explained(arrival, got.error):
+        if got.error is not None and not self._is_explained(arrival, got, got.error):
             self.failures.append(f"request {name}: {type(got.error).__name__}: {got.error}")
-        if arrival.via == "beam":
-            self._judge_search(name, arrival, got)
-            return
-        compressed = self.config.compression is not None and arrival.sampling.get("compress", True)
-        for index, tokens in enumerate(got.tokens):
-            aborted = arrival.abort_at is not None and got.reasons[index] == "abort"
-            cut = got.error is not None or got.left or aborted or bool(arrival.params.stop)
-            reason = None if cut else str(got.reasons[index])
-            if arrival.route in TEXT_ROUTES:
-                if not compressed:
-                    self._judge_text(name, arrival, got.text, reason)
-                continue
-            judge = self._judge_compressed if compressed else self._judge_full
-            judge(name, arrival, index, tokens, reason)
+        judge = Judge(self.config, self.grammars, name, arrival, self.prompts[name])
+        found = [judge.failures(got, adapter or "") for adapter in self._adapters_of(arrival, got)]
+        self.failures += min(found, key=len)
 
-    def _judge_search(self, name: str, arrival: Arrival, got: Got) -> None:
-        if got.error is None and not got.left and "abort" not in got.reasons:
-            windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-            expected = beams_alone(arrival.prompt, arrival.beams, windows, self.config.max_model_len, arrival.adapter)
-            if got.tokens != expected:
-                self.failures.append(f"request {name}: {got.tokens} and not {expected} as alone")
+    def _adapters_of(self, arrival: Arrival, got: Got) -> list[str | None]:
+        """Digests of the adapters that it may have been computed with. Only names that the server knows may change."""
+        if arrival.adapter and arrival.via in SERVER:
+            return self.server.digests(arrival.adapter, got.asked, got.ended)
+        return [arrival.adapter]
 
-    def _alone(self, name: str, arrival: Arrival, index: int) -> tuple[list[int], str]:
-        windows = [group.window for group in self.config.kv_groups for _ in group.parts]
-        most = self.config.max_model_len
-        return alone(self.prompts[name], arrival.params, index, windows, most, arrival.adapter)
-
-    def _judge_text(self, name: str, arrival: Arrival, text: str, reason: str | None) -> None:
-        """reason: why it ended; None if it may have ended early."""
-        tokens, why = self._alone(name, arrival, 0)
-        expected = byte_level("chat").hf.decode(tokens, skip_special_tokens=True)
-        if not expected.startswith(text):
-            self.failures.append(f"request {name}: {text!r} and not {expected!r} as alone")
-        elif reason and (text, reason) != (expected, why):
-            self.failures.append(f"request {name} ends with {text!r} by {reason}, alone with {expected!r} by {why}")
-
-    def _judge_full(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
-        """reason: as there."""
-        expected = self._alone(name, arrival, index)
-        name = f"request {name}, completion {index}"
-        if tokens != expected[0][: len(tokens)]:
-            self.failures.append(f"{name}: {tokens} and not {expected[0]} as alone")
-        elif reason and (tokens, reason) != expected:
-            self.failures.append(f"{name} ends with {tokens} by {reason}, alone with {expected}")
-
-    def _judge_compressed(self, name: str, arrival: Arrival, index: int, tokens: list[int], reason: str | None) -> None:
-        """Its tokens were checked where they were made; here, where it ends."""
-        params = arrival.params
-        most = min(params.max_tokens or 10**9, self.config.max_model_len - len(self.prompts[name]))
-        name = f"request {name}, completion {index}"
-        ends = [ending(tokens[:count], params, most) for count in range(1, len(tokens) + 1)]
-        if any(ends[:-1]):
-            self.failures.append(f"{name} goes on after its end: {tokens}")
-        elif reason and (not ends or ends[-1] != reason):
-            self.failures.append(f"{name} ends by {reason}: {tokens}")
-
-    def _is_explained(self, arrival: Arrival, error: BaseException) -> bool:
+    def _is_explained(self, arrival: Arrival, got: Got, error: BaseException) -> bool:
         if isinstance(error, CallbackFailed):
             return arrival.raises_at is not None
         if isinstance(error, EngineDeadError):
-            return self.died or (self.drains and "shutting down" in str(error))
+            was_dead = any(begin <= got.ended and got.asked <= end for begin, end in self.server.dead)
+            return was_dead or (self.drains and "shutting down" in str(error))
+        if str(error).startswith("404"):
+            return None in self._adapters_of(arrival, got)
         if UNREADABLE in str(error) or "has failed to answer: its log says why" in str(error):
             self._unread += 1
             return self._unread <= len(self._unreadable)
+        if "structured_outputs" in str(error):
+            return arrival.sampling.get("structured_outputs") == RULES[-1]
         if CANNOT in str(error):
             self.broken_rows -= 1
             return self.broken_rows >= 0
@@ -302,7 +311,7 @@ class World:
             for _ in range(3):  # workers are told of the last ones that ended, and loads end
                 engine.step()
             assert engine.scheduler.blocks.num_owned == 0
-            model = self.models[0]
+            model = self.models[-1]
             assert not model.sequences, "the workers have sequences that have ended"
             assert not model.host.loads and not model.host.suspended, "the host keeps what has ended"
         else:

@@ -131,9 +131,7 @@ class DataParallelEngine:
         self._count(replica, report)
         self._snapshots.receive(replica, report.snapshot)
         for sampled, prompts in self.dispatcher.receive(replica, report):
-            for each in prompts:
-                self.outputs.add_prompt_logprobs(*each)
-            _, ended = self.outputs.process(sampled)
+            _, ended = self.outputs.process(sampled, prompts)
             for seq in ended:
                 self.dispatcher.finish(seq)
 

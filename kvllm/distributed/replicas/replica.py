@@ -108,14 +108,15 @@ class Reporter:
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         engine = self.engine
-        sampled, engine.sampled = _with_errors(engine.sampled, outputs), []
+        sampled, engine.sampled = engine.sampled, []
         prompts, engine.prompts = engine.prompts, []
         ended = {seq: None for seq, _ in sampled if seq.has_ended}
+        tokens = _with_errors(sampled, outputs)
         with self._lock:
-            if sampled or prompts:
+            if tokens or prompts:
                 self._report.steps.append(
                     Sampled(
-                        [(_global_id(seq), token) for seq, token in sampled],
+                        tokens,
                         [_ended(seq) for seq in ended],
                         [structs.replace(prompt, seq_id=_global_id(seq)) for seq, prompt in prompts],
                     )
@@ -157,12 +158,18 @@ class Reporter:
         return found
 
 
-def _with_errors(sampled: list[SequenceToken], outputs: list[RequestOutput]) -> list[SequenceToken]:
-    """Tokens, with the error of their request where its output could not be made here."""
+def _with_errors(sampled: list[SequenceToken], outputs: list[RequestOutput]) -> list[tuple[int, SampledToken]]:
+    """Tokens, by the ids of their sequences. Where the output of a request could not be made here, its error comes with
+    them, or alone if its prompt was all that there is yet."""
     errors = {output.request_id: str(output.error) for output in outputs if output.error is not None}
     if not errors:
-        return sampled
-    return [(seq, structs.replace(token, error=token.error or errors.get(seq.request_id))) for seq, token in sampled]
+        return [(_global_id(seq), token) for seq, token in sampled]
+    found = [
+        (_global_id(seq), structs.replace(token, error=token.error or errors.get(seq.request_id)))
+        for seq, token in sampled
+    ]
+    silent = errors.keys() - {seq.request_id for seq, _ in sampled}
+    return found + [(int(request_id), SampledToken(0, error=errors[request_id])) for request_id in sorted(silent)]
 
 
 def _ended(seq: Sequence) -> Ended:
