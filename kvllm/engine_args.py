@@ -330,7 +330,7 @@ class EngineArgs:
         `max_position_embeddings`. Raises CheckpointError, and ConfigError for a model that cannot draft for this one.
         """
         options = self.speculation
-        if options is None or not options.by_model:
+        if options is None or not options.has_model:
             return None
         own: dict[str, Any] = {"model": options.model, "quantization": options.quantization}
         kind = EngineArgs

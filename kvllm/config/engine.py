@@ -17,6 +17,7 @@ SWAP_MODES = ("auto", "always", "never")
 """Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
 is room, or not at all."""
 
+MOST_SELF_DRAFTS = 16
 MOST_RESIDUAL_TOKENS = 512
 
 
@@ -151,6 +152,20 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
         allowed = f"not with method={compression.method!r}, which adds up attention over whole texts: use another"
         require(not compression.spec.observes, field, value, allowed)
+
+    @property
+    def num_self_drafts(self) -> int:
+        """Sequences for which the model drafts at once, if it does that for itself."""
+        return min(MOST_SELF_DRAFTS, self.max_num_seqs)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks beside those that sequences own, for what a model stores that drafts for itself."""
+        if self.speculation is None or self.speculation.method != "self":
+            return 0
+        parts = sum(len(group.parts) for group in self.kv_groups)
+        tokens = self.block_size - 1 + self.speculation.num_speculative_tokens
+        return self.num_self_drafts * parts * -(-tokens // self.block_size)
 
     def _check_recall(self, compression: CompressionConfig) -> None:
         """What is dropped is held in the format of the pool, or in one of fewer bits."""

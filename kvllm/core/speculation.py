@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
 from kvllm.config import SpeculativeConfig
+from kvllm.config.speculation import VIEW_FIRST, VIEW_LAST
 from kvllm.core.drafting import make_drafter
 from kvllm.core.drafting.model import ModelDrafter
 from kvllm.core.drafting.step_cost import StepCost
@@ -49,6 +50,7 @@ class Speculation:
         self.most = config.num_speculative_tokens
         self.stats = stats
         self.cost = cost
+        self.view = VIEW_FIRST + VIEW_LAST if config.method == "self" else 0
         self.drafter = make_drafter(config)
         self._of_matches = [Rate() for _ in range(BUCKETS)]
         self._of_sequences: dict[int, Rate] = {}
@@ -136,7 +138,8 @@ class Speculation:
         """Whether to draft one more token of a sequence, which has `draft` of the step's `tokens` already."""
         if self.cost is None:
             return True
-        return probability > self.cost.least_probability(tokens, num_seqs, draft, cached, by_model=by_model)
+        least = self.cost.least_probability(tokens, num_seqs, draft, cached, by_model=by_model, view=self.view)
+        return probability > least
 
     def _bucket_of(self, seq: Sequence) -> int:
         return _bucket(self._matched.get(seq.seq_id, 0))

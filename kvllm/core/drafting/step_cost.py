@@ -37,18 +37,19 @@ class StepCost(Struct, frozen=True):
     drafting: list[float] = []
 
     def least_probability(
-        self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0, *, by_model: bool = False
+        self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0, *, by_model: bool = False, view: int = 0
     ) -> float:
         """How probable a token has to be so that it pays to draft it: it must come at least as fast as those of steps
         without drafts, one for each of `num_seqs` sequences that have as much cached.
 
         tokens: query tokens of the step without it. draft: of these, the drafted ones of its sequence, which has so
-        many KV pairs `cached`. by_model: the draft model has yet to run for it, and for as many others.
+        many KV pairs `cached`. by_model: the draft model has yet to run for it, and for as many others; `view` of the
+        KV pairs are attended for that.
         """
         step, attention = self._line(self.seconds), self._line(self.attention)
         more = step(tokens + 1) - step(tokens) + (attention(draft + 2) - attention(draft + 1)) * cached
         if by_model:
-            more += self._line(self.drafting)(num_seqs) / num_seqs
+            more += self._line(self.drafting)(num_seqs) / num_seqs + attention(1) * min(view, cached)
         return more * num_seqs / (step(num_seqs) + attention(1) * cached * num_seqs)
 
     def _line(self, values: list[float]) -> Callable[[int], float]:
