@@ -146,9 +146,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         count = self.speculation.num_speculative_tokens
         allowed = f"less than kv_residual_tokens={residual}, of which drafts take the places"
         require(residual == 0 or count < residual, "num_speculative_tokens", count, allowed)
+        field, value = "speculative_config", self.speculation.method
+        allowed = "not with recurrent layers, whose states take back no token: use another method"
+        require(value != "self" or not self.has_recurrent_layers, field, value, allowed)
         if compression is None:
             return
-        field, value = "speculative_config", self.speculation.method
+        allowed = f"not with method={compression.method!r}, which keeps different numbers of KV pairs: use another"
+        require(value != "self" or not compression.spec.ragged, field, value, allowed)
         require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
         allowed = f"not with method={compression.method!r}, which adds up attention over whole texts: use another"
         require(not compression.spec.observes, field, value, allowed)
