@@ -101,7 +101,7 @@ def check_device(args: EngineArgs, device: str) -> None:
         check_device(args.draft, device)
     if device == "cuda" and args.speculation and args.speculation.method == "self":
         raise ConfigError(
-            'speculative_config method="self" drafts on a CPU only, not on a GPU: choose another method, or device="cpu"'
+            'speculative_config method="self" drafts on a CPU only, not on a GPU: use another, or device="cpu"'
         )
     if device == "cuda" and args.quantization not in (None, EXPANDED):
         raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")

@@ -17,8 +17,9 @@ SWAP_MODES = ("auto", "always", "never")
 """Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
 is room, or not at all."""
 
-MOST_SELF_DRAFTS = 16
 MOST_RESIDUAL_TOKENS = 512
+MOST_SELF_DRAFTS = 16
+"""Sequences for which a model drafts at once, if it does that for itself."""
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -159,7 +160,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def num_self_drafts(self) -> int:
-        """Sequences for which the model drafts at once, if it does that for itself."""
+        """Sequences for which a model that drafts for itself has room at once."""
         return min(MOST_SELF_DRAFTS, self.max_num_seqs)
 
     @property

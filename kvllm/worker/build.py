@@ -84,7 +84,8 @@ class Loaded(Struct, frozen=True):
         spec = AttentionSpec(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
         chosen = explain(settings.attention_backend, spec)
         warnings = [*_warnings(settings, runner, chosen)]
-        return Loaded(runner.cache.num_blocks - settings.engine.num_draft_blocks, chosen, warnings, runner.model.weights_note)
+        num_blocks = runner.cache.num_blocks - settings.engine.num_draft_blocks
+        return Loaded(num_blocks, chosen, warnings, runner.model.weights_note)
 
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:

@@ -28,8 +28,8 @@ from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
 from kvllm.worker.launched import Launched
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
-from kvllm.worker.self_model import SelfModel
 from kvllm.worker.sampler import Samples, sample
+from kvllm.worker.self_model import SelfModel
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.threads import operators_alone

@@ -83,8 +83,7 @@ def measure_steps(executor: Executor, config: EngineConfig, vocab_size: int) -> 
 
 def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached: int) -> list[float]:
     """Seconds for each count."""
-    found = _fastest(executor, [_step(config, count, cached) for count in counts])
-    return list(accumulate(found, max))  # more tokens never take less time, whatever the clock says
+    return _ascending(_fastest(executor, [_step(config, count, cached) for count in counts]))
 
 
 def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
@@ -92,8 +91,13 @@ def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int])
     of each take."""
     counts = [count for count in counts if count <= config.max_num_seqs]
     found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, 3)])
-    few, many = found[::2], found[1::2]
+    few, many = _ascending(found[::2]), _ascending(found[1::2])
     return list(accumulate((max(0.0, late - early) / 2 for early, late in zip(few, many, strict=True)), max))
+
+
+def _ascending(seconds: list[float]) -> list[float]:
+    """Of more and more tokens, which never take less time: what a busy machine takes longer for is corrected."""
+    return [*accumulate(reversed(seconds), min)][::-1]
 
 
 def _fastest(executor: Executor, plans: list[StepPlan]) -> list[float]:
