@@ -49,9 +49,10 @@ def short_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfModel, "last", LAST)
 
 
-def drafting(path: Path, **options: Any) -> tuple[LLM, list[tuple[list[int], list[int]]]]:
+def drafting(path: Path, num_drafts: int = COUNT, **options: Any) -> tuple[LLM, list[tuple[list[int], list[int]]]]:
     """An engine that tries all drafts and finds no trace of any, and each text with its draft, as they come."""
-    llm, found = make_llm(path, speculative_config=CONFIG, **({"block_size": 4} | options)), []
+    config = {"method": "self", "num_speculative_tokens": num_drafts}
+    llm, found = make_llm(path, speculative_config=config, **({"block_size": 4} | options)), []
     llm.llm_engine.scheduler.speculation.cost = None
     runner = llm.llm_engine.executor.runner
     runner.cache.data.zero_()  # what was never written may be no number
@@ -133,6 +134,15 @@ def test_layers_with_a_window_attend_what_is_in_both(sliding: Path) -> None:
     prompts = random_prompts(256, lengths=(2, 17, 40, 63))
     assert tokens(llm, prompts, greedy(60)) == tokens(make_llm(sliding), prompts, greedy(60))
     assert_drafts(sliding, found, 4, WINDOW)
+
+
+def test_a_draft_is_no_longer_than_a_step(sliding: Path) -> None:
+    """Of which alone there is room after a window."""
+    options = {"block_size": 1, "max_num_batched_tokens": 4, "max_num_seqs": 2}
+    llm, found = drafting(sliding, num_drafts=12, **options)
+    prompts = random_prompts(256, lengths=(17, 40))
+    assert tokens(llm, prompts, greedy(60)) == tokens(make_llm(sliding, **options), prompts, greedy(60))
+    assert max(len(draft) for _, draft in found) == 4
 
 
 def test_many_sequences_take_turns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
