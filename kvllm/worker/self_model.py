@@ -47,7 +47,8 @@ class SelfModel(DraftModel):
     def _hold(self, text: Text) -> Held:
         """A view of a text's KV pairs, with blocks for its draft."""
         tables, slot, length = text.state.tables, text.state.table_slot, len(text) - 1
-        text.count = min(text.count, self.config.max_num_batched_tokens)  # tables have room for no more after a window
+        # Tables have room for no more after a window, and none after the longest text.
+        text.count = min(text.count, self.config.max_num_batched_tokens, self.config.max_model_len - length)
         firsts = [self.first if part < tables.full_parts else 0 for part in range(len(tables.parts))]
         pairs = zip(tables.parts, firsts, strict=True)
         self.tables.start(slot, length, [self._view(part, slot, length, text.count, first) for part, first in pairs])

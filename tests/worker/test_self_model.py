@@ -145,6 +145,16 @@ def test_a_draft_is_no_longer_than_a_step(sliding: Path) -> None:
     assert max(len(draft) for _, draft in found) == 4
 
 
+def test_drafts_end_with_the_longest_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a step brings more tokens than were certain when it was planned: here all are right."""
+    monkeypatch.setattr(SelfModel, "last", 512)
+    options = {"max_model_len": 103}
+    llm, _ = drafting(checkpoint, num_drafts=5, **options)
+    prompts = random_prompts(256, lengths=(61, 62, 63))
+    assert tokens(llm, prompts, greedy(50)) == tokens(make_llm(checkpoint, **options), prompts, greedy(50))
+    assert sum(llm.stats().drafts.right) == llm.stats().drafts.tokens
+
+
 def test_many_sequences_take_turns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_config, "MOST_SELF_DRAFTS", 2)
     llm, found = drafting(checkpoint)
