@@ -32,6 +32,8 @@ class SelfModel(DraftModel):
         super().__init__(model, backend, config, 0, [AdapterFeature(adapters)] if adapters else [])
 
     def reset(self) -> None:
+        self._spare: list[int] = []
+        self._copies: list[tuple[int, int]] = []
         self.forward_pass.clear()
 
     def drop(self, seq_ids: Iterable[int]) -> None:
@@ -41,7 +43,7 @@ class SelfModel(DraftModel):
         num_blocks, at_once = self.cache.num_blocks, self.config.num_self_drafts
         for begin in range(0, len(texts), at_once):
             self._spare = list(range(num_blocks - self.config.num_draft_blocks, num_blocks))
-            self._copies: list[tuple[int, int]] = []
+            self._copies = []
             super()._draft(texts[begin : begin + at_once])
 
     def _hold(self, text: Text) -> Held:
