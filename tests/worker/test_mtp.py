@@ -224,12 +224,15 @@ def test_drafts_follow_a_grammar(tmp_path: Path, shared_dir: Path) -> None:
     shutil.copy(shared_dir / "data" / "models" / "stories260K-fp32" / "tokenizer.json", path)
     rule = StructuredOutputsParams(regex="(the dog |a cat ){3,30}")
     params = SamplingParams(temperature=0.4, max_tokens=60, seed=2, structured_outputs=rule)
-    engines = make_llm(path), Recorder(path).llm
-    found = [llm.generate(["a cat the dog ", "The dog "], params, use_tqdm=False) for llm in engines]
-    texts = [[output.outputs[0].text for output in outputs] for outputs in found]
-    assert texts[0] == texts[1] and all("the dog " in text or "a cat " in text for text in texts[0])
-    counts = engines[1].stats().drafts
-    assert 0 < sum(counts.right) < counts.tokens
+    recorder, prompt = Recorder(path), "a cat the dog "
+    found = [llm.generate(prompt, params, use_tqdm=False)[0] for llm in (make_llm(path), recorder.llm)]
+    texts = [output.outputs[0].text for output in found]
+    assert texts[0] == texts[1] and sum(recorder.llm.stats().drafts.right)
+    tokenizer, begin = recorder.llm.get_tokenizer(), len(found[0].prompt_token_ids)
+    for token_ids, _, _, draft in recorder.found:
+        text = tokenizer.decode([*token_ids[begin:], *draft]).lstrip()
+        rest = re.sub("the dog |a cat ", "", text)
+        assert "the dog ".startswith(rest) or "a cat ".startswith(rest), text
 
 
 def test_hidden_states_that_nobody_reads_are_bounded(checkpoint: Path) -> None:
