@@ -331,11 +331,15 @@ class EngineArgs:
         options = self.speculation
         if options is None or not options.by_model:
             return None
+        if options.method != "draft_model":
+            field, value = "tensor_parallel_size", self.tensor_parallel_size
+            allowed = f'1 with speculative_config method="{options.method}": one rank drafts with all of the model'
+            require(value == 1, field, value, allowed)
+        if not options.has_model:
+            return None
         own: dict[str, Any] = {"model": options.model, "quantization": options.quantization}
         kind = EngineArgs
         if options.method == "mtp":
-            ranks, allowed = self.tensor_parallel_size, '1 with speculative_config method="mtp": one rank has all of it'
-            require(ranks == 1, "tensor_parallel_size", ranks, allowed)
             kind = _MTPArgs
             own = {"model": self.path, "quantization": self.quantization, "hf_overrides": self.hf_overrides}
         draft = kind(

@@ -99,6 +99,10 @@ def check_device(args: EngineArgs, device: str) -> None:
     """Raise ConfigError for weights that a device does not compute with."""
     if args.draft:
         check_device(args.draft, device)
+    if device == "cuda" and args.speculation and args.speculation.method == "self":
+        raise ConfigError(
+            'speculative_config method="self" drafts on a CPU only, not on a GPU: use another, or device="cpu"'
+        )
     if device == "cuda" and args.quantization not in (None, EXPANDED):
         raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
     form = args.model_config.weight_format

@@ -18,6 +18,8 @@ SWAP_MODES = ("auto", "always", "never")
 is room, or not at all."""
 
 MOST_RESIDUAL_TOKENS = 512
+MOST_SELF_DRAFTS = 16
+"""Sequences for which a model drafts at once, if it does that for itself."""
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -145,12 +147,30 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         count = self.speculation.num_speculative_tokens
         allowed = f"less than kv_residual_tokens={residual}, of which drafts take the places"
         require(residual == 0 or count < residual, "num_speculative_tokens", count, allowed)
+        field, value = "speculative_config", self.speculation.method
+        allowed = "not with recurrent layers, whose states take back no token: use another method"
+        require(value != "self" or not self.has_recurrent_layers, field, value, allowed)
         if compression is None:
             return
-        field, value = "speculative_config", self.speculation.method
+        allowed = f"not with method={compression.method!r}, which keeps different numbers of KV pairs: use another"
+        require(value != "self" or not compression.spec.ragged, field, value, allowed)
         require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
         allowed = f"not with method={compression.method!r}, which adds up attention over whole texts: use another"
         require(not compression.spec.reads_mass, field, value, allowed)
+
+    @property
+    def num_self_drafts(self) -> int:
+        """Sequences for which a model that drafts for itself has room at once."""
+        return min(MOST_SELF_DRAFTS, self.max_num_seqs)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks beside those that sequences own, for what a model stores that drafts for itself."""
+        if self.speculation is None or self.speculation.method != "self":
+            return 0
+        parts = sum(len(group.parts) for group in self.kv_groups)
+        tokens = self.block_size - 1 + self.speculation.num_speculative_tokens
+        return self.num_self_drafts * parts * -(-tokens // self.block_size)
 
     def _check_recall(self, compression: CompressionConfig) -> None:
         """What is dropped is held in the format of the pool, or in one of fewer bits."""

@@ -6,8 +6,10 @@ from typing import ClassVar
 
 from kvllm.config.checks import Options, Refused, check_types, require
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "mtp")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "mtp", "self")
 MOST_DRAFTS = 64
+VIEW_FIRST, VIEW_LAST = 16, 512
+"""KV pairs that a model attends which drafts for itself, in whole blocks: the first ones of a text, and the last."""
 ONE_RANK = "the first rank computes all of the draft model: leave it out"
 
 
@@ -19,7 +21,7 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
         method: where drafts come from. "ngram": what came after the last tokens of a text when they stood in it before.
             "suffix": after as many of the last tokens as ever stood in this text, or in the output of earlier requests
             with the same cache salt. "draft_model": what a smaller model with the same vocabulary says. "mtp": what
-            the layer says that the checkpoint has for this.
+            the layer says that the checkpoint has for this. "self": what the model says by a few of the KV pairs.
         num_speculative_tokens: most tokens that are drafted for a sequence in a step.
         prompt_lookup_min, prompt_lookup_max: how many last tokens "ngram" looks for: as many as are found, at least and
             at most these. Both are 5 if neither is given.
@@ -59,6 +61,11 @@ class SpeculativeConfig(Options, frozen=True, kw_only=True):
     @property
     def by_model(self) -> bool:
         """Whether workers draft, by what they compute."""
+        return self.has_model or self.method == "self"
+
+    @property
+    def has_model(self) -> bool:
+        """Whether another model than that of the engine drafts, or a layer more."""
         return self.method in ("draft_model", "mtp")
 
     @property

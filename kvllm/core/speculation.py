@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
 from kvllm.config import SpeculativeConfig
+from kvllm.config.speculation import VIEW_FIRST, VIEW_LAST
 from kvllm.core.drafting import make_drafter
 from kvllm.core.drafting.model import ModelDrafter
 from kvllm.core.drafting.step_cost import StepCost
@@ -49,6 +50,7 @@ class Speculation:
         self.most = config.num_speculative_tokens
         self.stats = stats
         self.cost = cost
+        self.view = VIEW_FIRST + VIEW_LAST if config.method == "self" else 0
         self.drafter = make_drafter(config)
         self._of_matches = [Rate() for _ in range(BUCKETS)]
         self._of_sequences: dict[int, Rate] = {}
@@ -118,25 +120,26 @@ class Speculation:
         self._matched.pop(seq.seq_id, None)
 
     def _worth(self, seq: Sequence, most: int, tokens: int, num_seqs: int, *, by_model: bool = False) -> int:
-        """How many tokens of a sequence are worth a try, up to `most`. tokens: of the step without them. by_model: a
-        draft model has yet to run for each."""
+        """How many tokens of a sequence are worth a try, up to `most`: one more as long as it comes faster than those
+        that are expected with the others. tokens: of the step without them. by_model: what drafts has yet to run."""
         rate, of_matches = self._of_sequences.setdefault(seq.seq_id, Rate()), self._of_matches[self._bucket_of(seq)]
         right = rate.mean(of_matches.mean(self.drafter.prior, 2), 2)
-        count, probability, cached = 0, right, seq.cached_length
-        while count < most and self._is_worth(probability, tokens + count, num_seqs, count, cached, by_model):
-            count += 1
+        count, probability, num_tokens, time = 0, right, 1.0, 1.0
+        while count < most:
+            least = self._least(tokens + count, num_seqs, count, seq.cached_length, by_model)
+            if probability * time <= least * num_tokens:
+                break
+            count, num_tokens, time = count + 1, num_tokens + probability, time + least
             probability *= right
         if not count and most > 0:
             rate.fade()
         return count
 
-    def _is_worth(
-        self, probability: float, tokens: int, num_seqs: int, draft: int, cached: int, by_model: bool
-    ) -> bool:
-        """Whether to draft one more token of a sequence, which has `draft` of the step's `tokens` already."""
+    def _least(self, tokens: int, num_seqs: int, draft: int, cached: int, by_model: bool) -> float:
+        """See `StepCost.least_probability`."""
         if self.cost is None:
-            return True
-        return probability > self.cost.least_probability(tokens, num_seqs, draft, cached, by_model=by_model)
+            return 0.0
+        return self.cost.least_probability(tokens, num_seqs, draft, cached, by_model=by_model, view=self.view)
 
     def _bucket_of(self, seq: Sequence) -> int:
         return _bucket(self._matched.get(seq.seq_id, 0))

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 def _draft_config(options: dict[str, Any] | None, model: ModelConfig) -> ModelConfig | None:
     """The model that drafts, if one does. Raises ConfigError and CheckpointError."""
     speculation = None if options is None else SpeculativeConfig(**options)
-    if speculation is None or not speculation.by_model:
+    if speculation is None or not speculation.has_model:
         return None
     return read_model_config(EngineArgs(speculation.model).described_path) if speculation.model else model.mtp
 

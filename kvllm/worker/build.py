@@ -84,7 +84,8 @@ class Loaded(Struct, frozen=True):
         spec = AttentionSpec(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
         chosen = explain(settings.attention_backend, spec)
         warnings = [*_warnings(settings, runner, chosen)]
-        return Loaded(runner.cache.num_blocks, chosen, warnings, runner.model.weights_note)
+        num_blocks = runner.cache.num_blocks - settings.engine.num_draft_blocks
+        return Loaded(num_blocks, chosen, warnings, runner.model.weights_note)
 
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:
@@ -158,7 +159,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         fitting = _fitting_blocks(probe, engine, utilization, stream)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
-        backend = _backend(settings, shard, device, num_blocks)
+        backend = _backend(settings, shard, device, num_blocks + engine.num_draft_blocks)
         runner = _runner(settings, shard, model, backend, method, store, draft)
     if device.type == "cuda" and utilization is None:  # no request shall wait until kernels are compiled
         launch_rare_kernels(runner)

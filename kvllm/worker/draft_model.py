@@ -15,7 +15,7 @@ from kvllm.core.protocol import StepPlan
 from kvllm.core.tables import TableStart
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import Decoder
-from kvllm.worker.features.base import WorkerParts
+from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Text
 from kvllm.worker.forward_pass import ForwardPass
 from kvllm.worker.last_logits import LastLogits
@@ -45,18 +45,26 @@ class DraftModel:
     sequences at once.
 
     config: with as many blocks as the pool has, in one group. bytes_per_block: memory for as many tokens as one holds.
-    reads_hidden: whether it needs the hidden states of texts.
+    features: of its passes. reads_hidden: whether it needs the hidden states of texts.
     """
 
     reads_hidden: ClassVar[bool] = False
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig, bytes_per_block: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        config: EngineConfig,
+        bytes_per_block: int,
+        features: Sequence[StepFeature] = (),
+    ) -> None:
         self.model = model
         self.config = config
         self.bytes_per_block = bytes_per_block
         self.cache = backend.cache
         self.tables = PartTables.of(config)
-        worker = WorkerParts(model, config, make_operations(self.cache), backend, self.tables)
+        self.operations = make_operations(self.cache)
+        worker = WorkerParts(model, config, self.operations, backend, self.tables, features=[*features])
         self.device = worker.device
         self.forward_pass = ForwardPass(worker, samples=True)
         self.reset()

@@ -29,6 +29,7 @@ from kvllm.worker.launched import Launched
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import Samples, sample
+from kvllm.worker.self_model import SelfModel
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.threads import operators_alone
@@ -75,6 +76,8 @@ class ModelRunner:
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
         adapters = self._adapters(config)
+        if config.num_draft_blocks:
+            draft = SelfModel(model, backend, config, adapters)
         worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft, adapters)
         add_features(worker)
         self.features = worker.features

@@ -158,7 +158,7 @@ def test_right_drafts_make_longer_ones_and_wrong_ones_none() -> None:
     found, seq = speculation(COST), sequence(REPEATING)
     for _ in range(20):
         found.received(seq, 3, 3)
-    assert len(found.propose(seq, 8, 1, 1)) == 8
+    assert len(found.propose(seq, 8, 1, 1)) == 3, "four tokens in 1.6, five in 2.2"
     for _ in range(100):
         found.received(seq, 3, 0)
     assert not found.propose(seq, 8, 1, 1)
@@ -174,9 +174,10 @@ def by_model(drafting: float) -> Speculation:
     return Speculation(DRAFT_MODEL, EngineStats(num_blocks=1), cost)
 
 
-@pytest.mark.parametrize(("drafting", "count"), [(0.0, 4), (0.3, 2), (0.5, 1), (0.6, 0)])
+@pytest.mark.parametrize(("drafting", "count"), [(0.0, 3), (0.15, 2), (0.5, 1), (0.6, 0)])
 def test_a_draft_is_ordered_as_long_as_both_models_together_pay(drafting: float, count: int) -> None:
-    """At first three quarters of all tokens are expected to be right: 0.75, 0.56, 0.42, 0.32 are, if all before are."""
+    """At first three quarters of all tokens are expected to be right: 0.75, 0.56, 0.42, 0.32 are, if all before are.
+    The last of these would take a fifth of a step, in which 0.34 tokens come with the others."""
     found = by_model(drafting)
     assert [order.num_tokens for order in found.order([sequence([1, 2, 3])])] == [count] * bool(count)
 
@@ -206,3 +207,24 @@ def test_drafts_end_before_the_longest_text_does() -> None:
     assert len(speculation(None).propose(seq, 8, 1, 1)) == 2
     seq.max_length = len(REPEATING) + 1
     assert not speculation(None).propose(seq, 8, 1, 1)
+
+
+def test_a_model_drafts_for_itself_where_a_text_is_long() -> None:
+    """A pass over all weights takes as long as a step that attends nothing."""
+    cost = StepCost([1, 2, 4], [1.0, 1.0, 1.0], [0.001] * 3, [1.0] * 3)
+    found, seq = Speculation(SpeculativeConfig(method="self"), EngineStats(num_blocks=1), cost), sequence([1, 2, 3])
+    for cached, ordered in ((100, False), (500, False), (8000, True)):
+        seq.cached_length = cached
+        assert bool(found.order([seq])) == ordered
+    attends_all = COST.least_probability(2, 1, cached=8000, view=9000) - COST.least_probability(2, 1, cached=8000)
+    assert attends_all == 0, "a model of its own is not asked"
+
+
+def test_what_a_busy_machine_measures_late_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with fewer tokens takes no longer than the fastest one with more."""
+    found = iter([[1.0, 9.0, 2.0, 3.0], [2.0, 4.0, 3.0, 4.0]])
+    monkeypatch.setattr("kvllm.core.drafting.step_cost._fastest", lambda *_: next(found))
+    config = EngineConfig(num_blocks=100, max_model_len=1001, speculation=SpeculativeConfig(method="ngram"))
+    cost = measure_steps(RecordingExecutor(), config, 8)
+    assert cost and cost.seconds == [1.0, 2.0, 2.0, 3.0]
+    assert [each * 992 for each in cost.attention] == pytest.approx([1.0, 1.0, 1.0, 1.0])

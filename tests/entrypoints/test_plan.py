@@ -313,3 +313,8 @@ def test_what_drafts_takes_what_the_engine_says(method, tmp_path, capsys):
     assert found["sequences_at_once"]["nothing released"] == found["pool_bytes_per_rank"] // block_bytes // 25
     cli.main(["plan", str(tmp_path), "--speculative-config", json.dumps(options)])
     assert "what drafts: " in capsys.readouterr().out
+
+
+def test_a_model_that_drafts_for_itself_needs_no_other(tmp_path, capsys):
+    make_checkpoint(tmp_path, **FAMILIES["qwen3"])
+    assert figures(capsys, tmp_path, "--speculative-config", '{"method": "self"}') == figures(capsys, tmp_path)

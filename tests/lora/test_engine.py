@@ -150,6 +150,15 @@ def test_nothing_else_changes_tokens(llama: Model, options: dict[str, Any]) -> N
         assert llm.stats().preemptions > 0
 
 
+def test_a_model_drafts_for_itself_with_the_adapter(llama: Model) -> None:
+    """By so short texts it drafts what it chooses."""
+    llm = llama.llm(speculative_config={"method": "self", "num_speculative_tokens": 3})
+    llm.llm_engine.scheduler.speculation.cost = None
+    prompts, names = random_token_ids(30, 20, 33), ["all", None, "mlp"]
+    check(llama, prompts, names, run(llm, llama, prompts, names, greedy(30)))
+    assert sum(llm.stats().drafts.right) == llm.stats().drafts.tokens > 60
+
+
 def test_several_completions_and_beams(llama: Model) -> None:
     (prompt,) = random_token_ids(30)
     given = [{"prompt_token_ids": prompt}]

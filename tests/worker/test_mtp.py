@@ -4,6 +4,7 @@ of the same hidden states, and tokens are those without it."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.step_batch import StepBatch
 from tests.helpers.checkpoints import edit, make_checkpoint
@@ -42,11 +44,11 @@ OF_QWEN = {
 }
 
 
-def make_with_mtp(path: Path, name: str) -> Path:
+def make_with_mtp(path: Path, name: str, **options: Any) -> Path:
     """Of `LAYERS` layers and one more, which often says what they say: none adds much to its input, and the one more
     gets the token's own embedding with some noise."""
     kinds = {key: [*of_layers, of_layers[-1]] for key, of_layers in NAMES[name].items()}
-    model = make_checkpoint(path, **{**FAMILIES[name], **kinds, "num_hidden_layers": LAYERS + 1})
+    model = make_checkpoint(path, **{**FAMILIES[name], **kinds, **options, "num_hidden_layers": LAYERS + 1})
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "down_proj" in key or "o_proj" in key:
@@ -215,6 +217,22 @@ def test_draws_are_those_without(checkpoint: Path, options: dict[str, Any]) -> N
         found.append([(each.token_ids, each.logprobs) for output in outputs for each in output.outputs])
     assert found[0] == found[1]
     assert sum(recorder.llm.stats().drafts.right) > 0
+
+
+def test_drafts_follow_a_grammar(tmp_path: Path, shared_dir: Path) -> None:
+    path = make_with_mtp(tmp_path, "glm4-moe", vocab_size=512)
+    shutil.copy(shared_dir / "data" / "models" / "stories260K-fp32" / "tokenizer.json", path)
+    rule = StructuredOutputsParams(regex="(the dog |a cat ){3,30}")
+    params = SamplingParams(temperature=0.4, max_tokens=60, seed=2, structured_outputs=rule)
+    recorder, prompt = Recorder(path), "a cat the dog "
+    found = [llm.generate(prompt, params, use_tqdm=False)[0] for llm in (make_llm(path), recorder.llm)]
+    texts = [output.outputs[0].text for output in found]
+    assert texts[0] == texts[1] and sum(recorder.llm.stats().drafts.right)
+    tokenizer, begin = recorder.llm.get_tokenizer(), len(found[0].prompt_token_ids)
+    for token_ids, _, _, draft in recorder.found:
+        text = tokenizer.decode([*token_ids[begin:], *draft]).lstrip()
+        rest = re.sub("the dog |a cat ", "", text)
+        assert "the dog ".startswith(rest) or "a cat ".startswith(rest), text
 
 
 def test_hidden_states_that_nobody_reads_are_bounded(checkpoint: Path) -> None:

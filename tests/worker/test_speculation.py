@@ -17,6 +17,7 @@ from kvllm.core.drafting.ngram import NgramDrafter
 from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
+from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.observed_scores import ObservedScores
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm
@@ -25,7 +26,11 @@ from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 7}
 MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
-METHODS = pytest.mark.parametrize("method", [NGRAM, SUFFIX, MODEL], ids=["ngram", "suffix", "draft_model"])
+SELF = {"method": "self", "num_speculative_tokens": 4}
+METHODS = pytest.mark.parametrize(
+    "method", [NGRAM, SUFFIX, MODEL, SELF], ids=["ngram", "suffix", "draft_model", "self"]
+)
+KINDS = pytest.mark.parametrize("method", [NGRAM, MODEL, SELF], ids=["ngram", "draft_model", "self"])
 LENGTHS = (3, 17, 40, 64)
 
 
@@ -43,11 +48,14 @@ def repetitive_prompts(seed: int = 0) -> list[dict]:
 
 
 def drafting(path: Path, method: dict[str, Any] = NGRAM, **options: Any) -> LLM:
-    """An engine that tries all drafts, whether they pay or not."""
+    """An engine that tries all drafts, whether they pay or not. One that drafts for itself attends few KV pairs."""
     if method["method"] == "draft_model":
         method = {"model": str(path / "draft"), **method}
     llm = make_llm(path, speculative_config=method, **options)
     llm.llm_engine.scheduler.speculation.cost = None
+    if method["method"] == "self":
+        (drafts,) = (each for each in llm.llm_engine.executor.runner.features if isinstance(each, Drafts))
+        drafts.model.first, drafts.model.last = 2, 4
     return llm
 
 
@@ -157,7 +165,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
-@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+@KINDS
 def test_requests_get_what_they_ask_for(
     checkpoint: Path, method: dict[str, Any], options: dict[str, Any], temperature: float
 ) -> None:
@@ -168,7 +176,7 @@ def test_requests_get_what_they_ask_for(
 @METHODS
 def test_each_of_many_seeds_has_its_tokens(checkpoint: Path, method: dict[str, Any]) -> None:
     """So their distribution is the model's."""
-    engines, draws = [make_llm(checkpoint), drafting(checkpoint, method)], []
+    engines, draws = [make_llm(checkpoint, block_size=4), drafting(checkpoint, method, block_size=4)], []
     for llm in engines:
         params = [SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, seed=seed) for seed in range(150)]
         outputs = llm.generate([repetitive_prompts()[2]] * len(params), params, use_tqdm=False)
@@ -178,7 +186,7 @@ def test_each_of_many_seeds_has_its_tokens(checkpoint: Path, method: dict[str, A
     assert 0 < sum(engines[1].stats().drafts.right) < engines[1].stats().drafts.tokens
 
 
-@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+@KINDS
 def test_drafts_follow_a_grammar_and_stop_strings(shared_dir: Path, method: dict[str, Any]) -> None:
     path = shared_dir / "data" / "models" / "stories260K-fp32"
     if method is MODEL:
@@ -199,7 +207,7 @@ def test_drafts_follow_a_grammar_and_stop_strings(shared_dir: Path, method: dict
 
 
 @pytest.mark.parametrize("window", [1, 6, 40])
-@pytest.mark.parametrize("method", [NGRAM, MODEL], ids=["ngram", "draft_model"])
+@KINDS
 def test_windows_slide_over_right_tokens_alone(tmp_path: Path, method: dict[str, Any], window: int) -> None:
     options = {"head_dim": 16, "sliding_window": window, "layer_types": LAYERS}
     make_draft(tmp_path, make_checkpoint(tmp_path, "ministral", **options))

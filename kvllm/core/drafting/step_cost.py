@@ -37,18 +37,19 @@ class StepCost(Struct, frozen=True):
     drafting: list[float] = []
 
     def least_probability(
-        self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0, *, by_model: bool = False
+        self, tokens: int, num_seqs: int, draft: int = 0, cached: int = 0, *, by_model: bool = False, view: int = 0
     ) -> float:
         """How probable a token has to be so that it pays to draft it: it must come at least as fast as those of steps
         without drafts, one for each of `num_seqs` sequences that have as much cached.
 
         tokens: query tokens of the step without it. draft: of these, the drafted ones of its sequence, which has so
-        many KV pairs `cached`. by_model: the draft model has yet to run for it, and for as many others.
+        many KV pairs `cached`. by_model: the draft model has yet to run for it, and for as many others; `view` of the
+        KV pairs are attended for that.
         """
         step, attention = self._line(self.seconds), self._line(self.attention)
         more = step(tokens + 1) - step(tokens) + (attention(draft + 2) - attention(draft + 1)) * cached
         if by_model:
-            more += self._line(self.drafting)(num_seqs) / num_seqs
+            more += self._line(self.drafting)(num_seqs) / num_seqs + attention(1) * min(view, cached)
         return more * num_seqs / (step(num_seqs) + attention(1) * cached * num_seqs)
 
     def _line(self, values: list[float]) -> Callable[[int], float]:
@@ -82,8 +83,7 @@ def measure_steps(executor: Executor, config: EngineConfig, vocab_size: int) -> 
 
 def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached: int) -> list[float]:
     """Seconds for each count."""
-    found = _fastest(executor, [_step(config, count, cached) for count in counts])
-    return list(accumulate(found, max))  # more tokens never take less time, whatever the clock says
+    return _ascending(_fastest(executor, [_step(config, count, cached) for count in counts]))
 
 
 def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
@@ -91,8 +91,13 @@ def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int])
     of each take."""
     counts = [count for count in counts if count <= config.max_num_seqs]
     found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, 3)])
-    few, many = found[::2], found[1::2]
+    few, many = _ascending(found[::2]), _ascending(found[1::2])
     return list(accumulate((max(0.0, late - early) / 2 for early, late in zip(few, many, strict=True)), max))
+
+
+def _ascending(seconds: list[float]) -> list[float]:
+    """Of more and more tokens, which never take less time: what a busy machine takes longer for is corrected."""
+    return [*accumulate(reversed(seconds), min)][::-1]
 
 
 def _fastest(executor: Executor, plans: list[StepPlan]) -> list[float]:

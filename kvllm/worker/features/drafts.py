@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvllm.config import EngineConfig
 from kvllm.core.protocol import StepPlan, StepResult
+from kvllm.kvcache.cache import CacheShape
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.hidden_states import HiddenStates
 from kvllm.worker.sample_row import SampleRow
@@ -22,7 +24,8 @@ if TYPE_CHECKING:  # which is made of parts that know all features
 
 @dataclass
 class Text:
-    """A sequence, `count` tokens of which are to be drafted after its `token_ids` and `new` ones.
+    """A sequence, `count` tokens of which are to be drafted after its `token_ids` and `new` ones, of which all but the
+    last one are computed.
 
     row: what its request asks for, with the output of all these; its output grows with the draft.
     hidden: what the model has made of the tokens, if the one that drafts reads that: the token after each, and not the
@@ -30,12 +33,16 @@ class Text:
     """
 
     seq_id: int
-    token_ids: list[int]
+    state: SequenceState
     new: list[int]
     row: SampleRow
     count: int
     hidden: HiddenStates | None = None
     draft: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.state.token_ids
 
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.new) - (self.hidden is not None)
@@ -59,6 +66,10 @@ class Drafts(StepFeature):
         self._hidden: dict[int, HiddenStates] = {}
         self._states: Mapping[int, SequenceState] = {}
         self._batch: StepBatch | None = None
+
+    @classmethod
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+        return {"draft_pool_bytes": config.num_draft_blocks * shape.bytes_per_block} if config.num_draft_blocks else {}
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Drafts | None:
@@ -102,7 +113,7 @@ class Drafts(StepFeature):
             state, token_ids = self._states[order.seq_id], new[order.seq_id]
             row = state.sample_row.branch(token_ids)
             hidden = self._hidden.get(state.table_slot)
-            texts.append(Text(order.seq_id, state.token_ids, token_ids, row, order.num_tokens, hidden))
+            texts.append(Text(order.seq_id, state, token_ids, row, order.num_tokens, hidden))
         self.model.draft(texts)
         result.drafts = [text.draft for text in texts]
 
