@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from kvllm.durations import Durations
 
-MemoryField = Literal["method_state_bytes", "kv_residual_bytes", "recurrent_state_bytes"]
+MemoryField = Literal["method_state_bytes", "kv_residual_bytes", "recurrent_state_bytes", "draft_pool_bytes"]
 """Fields of memory beside the KV pool."""
 SIZES = (
     "num_blocks",

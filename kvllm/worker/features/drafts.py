@@ -12,6 +12,7 @@ import torch
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.kvcache.cache import CacheShape
+from kvllm.stats import MemoryField
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.hidden_states import HiddenStates
 from kvllm.worker.sample_row import SampleRow
@@ -68,7 +69,7 @@ class Drafts(StepFeature):
         self._batch: StepBatch | None = None
 
     @classmethod
-    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[MemoryField, int]:
         return {"draft_pool_bytes": config.num_draft_blocks * shape.bytes_per_block} if config.num_draft_blocks else {}
 
     @classmethod
