@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from benchmarks import speculation
 from benchmarks.common import command_line, limits, machine, report, shapes, workloads
 from benchmarks.common.limits import Floor, Peak
 from benchmarks.common.summary import Spread, show_spread, spread_of
@@ -92,8 +93,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="50m", help=shapes.MODEL_HELP)
     named = "A: 16 short requests; B: one; C: 8 long ones (the default is these); C512: half as long; "
-    named += "P: one prompt of 6,000; PL: four of 3,000"
-    add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=("A", "B", "C"), help=named)
+    named += "P: one prompt of 6,000; PL: four of 3,000; the others: one text each, which engines with drafts are for"
+    names = (*workloads.WORKLOADS, *speculation.TASKS)
+    add("--workloads", nargs="+", choices=names, metavar="NAME", default=("A", "B", "C"), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
     pool = "KV blocks over those that all requests fill at their ends (default 1)"
     add("--pool-fraction", type=float, default=1.0, metavar="SHARE", help=pool)
@@ -127,7 +129,8 @@ def default_engines(pool_fraction: float, gguf: bool = False) -> list[str]:
     fitting = {
         name: engine
         for name, engine in ENGINES.items()
-        if (engine.weights == "file" and gguf) or (engine.weights != "file" and engine.environment not in others)
+        if not engine.drafts
+        and ((engine.weights == "file" and gguf) or (engine.weights != "file" and engine.environment not in others))
     }
     if pool_fraction < 1:
         return [name for name, engine in fitting.items() if engine.pooled]
@@ -135,6 +138,17 @@ def default_engines(pool_fraction: float, gguf: bool = False) -> list[str]:
 
 
 # Runs
+
+
+def make_requests(workload: str, checkpoint: Path, vocab_size: int) -> list[Request]:
+    """Random tokens; for a task of `benchmarks.speculation` the first of its texts, with 600 of the page's tokens."""
+    rng = random.Random(0)
+    if workload in workloads.WORKLOADS:
+        return workloads.random_requests(rng, workloads.WORKLOADS[workload](rng), vocab_size)
+    tokenizer = open_checkpoint(checkpoint).read_tokenizer()
+    chat = [{"role": "user", "content": speculation.prompts(tokenizer, 600)[workload][0]}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return [Request(tokenizer(str(prompt), add_special_tokens=False)["input_ids"], 256)]
 
 
 def prepare(files: PeerFiles, names: Sequence[str], checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
@@ -372,8 +386,7 @@ def benchmark(arguments: Sequence[str]) -> None:
         jobs = {name: make_job(name, checkpoint, path, model, requests) for name, path in checkpoints.items()}
         of_all["perplexity"] = perplexities(files, jobs, read_windows(args.perplexity, checkpoint))
     for workload in args.workloads:
-        rng = random.Random(0)
-        requests = workloads.random_requests(rng, workloads.WORKLOADS[workload](rng), model.vocab_size)
+        requests = make_requests(workload, checkpoint, model.vocab_size)
         totals = workloads.totals(workload, requests)
         share = f"{args.pool_fraction:.0%} of the KV blocks that all of them fill"
         print(

@@ -32,9 +32,9 @@ TASKS: dict[str, tuple[list[str], str]] = {
 }
 
 
-def prompts(llm: LLM, length: int) -> dict[str, list[str]]:
+def prompts(tokenizer: Any, length: int) -> dict[str, list[str]]:
     """By the kind of task, each with a text of `length` tokens."""
-    tokenizer, found = llm.get_tokenizer(), {}
+    found = {}
     for kind, (paths, task) in TASKS.items():
         texts = [(ROOT / path).read_text() for path in paths]
         found[kind] = [task + str(tokenizer.decode(tokenizer.encode(text)[:length])) for text in texts]
@@ -69,7 +69,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     print(
         "| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|"
     )
-    for kind, of_kind in prompts(plain, args.length).items():
+    for kind, of_kind in prompts(plain.get_tokenizer(), args.length).items():
         without, others, before = [], [], copy(drafting.stats().drafts)
         for turn, prompt in enumerate(of_kind):
             temperature = float(kind == "stories")

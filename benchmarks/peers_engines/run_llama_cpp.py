@@ -1,6 +1,7 @@
 """llama.cpp through its C interface, with a loop of continuous batching: all prompts first, then a token for each.
 
-Options: `format` ("bf16", "q8_0" or "q4_k_m", of converted weights), `kv` ("f16" or "q8_0", of the KV cache).
+Options: `format` ("bf16", "q8_0" or "q4_k_m", of converted weights), `kv` ("f16" or "q8_0", of the KV cache), `drafts`
+(most tokens of a draft from the text itself, for one request; default none).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import llama_cpp
 import numpy
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.peers_engines.protocol import KV_ITEMSIZE, Job, Tokens, serve
 
@@ -62,6 +64,8 @@ class LlamaCpp:
         if not self.context:
             raise RuntimeError("llama.cpp could not make a context")
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        drafts = job["options"].get("drafts")
+        self.lookup = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
         outputs: Tokens = [[] for _ in prompts]
@@ -71,6 +75,8 @@ class LlamaCpp:
             for i, logits in self._step(slots, last):
                 outputs[i].append(int(logits.argmax()))
         self.prompt_seconds = time.perf_counter() - begin
+        if self.lookup:
+            return [self._with_drafts(prompts[0], outputs[0], output_lengths[0])]
         while slots := [
             (i, len(prompts[i]) + len(tokens) - 1, tokens[-1])
             for i, tokens in enumerate(outputs)
@@ -79,6 +85,19 @@ class LlamaCpp:
             for i, logits in self._step(slots, [True] * len(slots)):
                 outputs[i].append(int(logits.argmax()))
         return outputs
+
+    def _with_drafts(self, prompt: list[int], output: list[int], length: int) -> list[int]:
+        """The output, of which the first token is given."""
+        assert self.lookup
+        while len(output) < length:
+            end = len(prompt) + len(output)
+            drafts = self.lookup(numpy.array(prompt + output, numpy.intc))[: length - len(output) - 1].tolist()
+            slots = [(0, end - 1 + i, token) for i, token in enumerate([output[-1], *drafts])]
+            found = [int(logits.argmax()) for _, logits in self._step(slots, [True] * len(slots))]
+            right = next((i for i, token in enumerate(drafts) if token != found[i]), len(drafts))
+            output += found[: right + 1]
+            llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, end + right, -1)
+        return output
 
     def losses(self, prompts: Tokens) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in prompts]

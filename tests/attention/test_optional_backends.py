@@ -326,7 +326,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("computes in bfloat16 or float16, not torch.float32", {"dtype": torch.float32}, {}),
         ("does not read a KV cache of int8", {"kv_format": KV_FORMATS["int8"]}, {}),
         ("cannot leave out KV pairs of single heads", {}, {"ragged": True}),
-        ("does not tell the attention probabilities", {}, {"observed": True}),
+        ("does not tell the attention probabilities", {}, {"mass": True}),
         *OWN_LIMITS[name],
     ):
         with pytest.raises(ConfigError, match=f"'{name}' .*{message}.*: use 'cpu' or 'reference'"):

@@ -401,7 +401,12 @@ def test_priorities_decide_who_runs_first(path: Path) -> None:
     order = []
     engine = alone.llm_engine
     process = engine.outputs.process
-    engine.outputs.process = lambda sampled: (order.extend(seq.request_id for seq, _ in sampled), process(sampled))[1]
+
+    def noting(sampled, *others):
+        order.extend(seq.request_id for seq, _ in sampled)
+        return process(sampled, *others)
+
+    engine.outputs.process = noting
     alone.generate(["A", "B", "C"], GREEDY, use_tqdm=False, priority=[5, 1, 3])
     assert [int(each) for each in dict.fromkeys(order)] == [1, 2, 0]
     alone.generate(["A", "B"], GREEDY, use_tqdm=False, priority=2)
