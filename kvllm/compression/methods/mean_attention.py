@@ -48,6 +48,6 @@ def select(
         return everything(keys)
     num_scored = keys.shape[2] - buffer
     mean = observed / ages[:, None, :num_scored]
-    scores = mean * values[:, :, :num_scored].float().square().sum(dim=-1)
+    scores = mean * torch.linalg.vector_norm(values[:, :, :num_scored].float(), dim=-1).square()
     scores[..., num_scored - max(0, min(recent, retain // 2) - buffer) :] = torch.inf
     return with_buffer(top_indices(scores, retain - buffer), keys, buffer)
