@@ -35,8 +35,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks import speculation
-from benchmarks.common import command_line, limits, machine, report, shapes, workloads
+from benchmarks.common import command_line, limits, machine, report, shapes, tasks, workloads
 from benchmarks.common.limits import Floor, Peak
 from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
@@ -94,7 +93,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default="50m", help=shapes.MODEL_HELP)
     named = "A: 16 short requests; B: one; C: 8 long ones (the default is these); C512: half as long; "
     named += "P: one prompt of 6,000; PL: four of 3,000; the others: one text each, which engines with drafts are for"
-    names = (*workloads.WORKLOADS, *speculation.TASKS)
+    names = (*workloads.WORKLOADS, *tasks.TASKS)
     add("--workloads", nargs="+", choices=names, metavar="NAME", default=("A", "B", "C"), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
     pool = "KV blocks over those that all requests fill at their ends (default 1)"
@@ -141,12 +140,12 @@ def default_engines(pool_fraction: float, gguf: bool = False) -> list[str]:
 
 
 def make_requests(workload: str, checkpoint: Path, vocab_size: int) -> list[Request]:
-    """Random tokens; for a task of `benchmarks.speculation` the first of its texts, with 600 of the page's tokens."""
+    """Random tokens; for a task the first of its texts, with 600 of the page's tokens."""
     rng = random.Random(0)
     if workload in workloads.WORKLOADS:
         return workloads.random_requests(rng, workloads.WORKLOADS[workload](rng), vocab_size)
     tokenizer = open_checkpoint(checkpoint).read_tokenizer()
-    chat = [{"role": "user", "content": speculation.prompts(tokenizer, 600)[workload][0]}]
+    chat = [{"role": "user", "content": tasks.prompts(tokenizer, 600)[workload][0]}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return [Request(tokenizer(str(prompt), add_special_tokens=False)["input_ids"], 256)]
 

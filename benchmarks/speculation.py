@@ -14,31 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from itertools import zip_longest
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import command_line, machine, report
+from benchmarks.common import command_line, machine, report, tasks
 from kvllm import LLM, RequestOutput, SamplingParams
-
-ROOT = Path(__file__).parents[1]
-PAGES = [f"docs/{name}.md" for name in ("tiers", "backends", "distributed", "models", "simulation", "troubleshooting")]
-FILES = [f"kvllm/core/{name}.py" for name in ("queue", "step", "tables", "preemption", "admission", "batch")]
-TASKS: dict[str, tuple[list[str], str]] = {
-    "edits": (FILES, "Write this file again, with self called this everywhere, and nothing else changed:\n\n"),
-    "summaries": (PAGES, "Sum up the most important points of this page:\n\n"),
-    "quotations": (PAGES, "Answer with sentences of the page, word by word: what are its limits?\n\n"),
-    "stories": (PAGES, "Tell a story in which one of these words matters:\n\n"),
-}
-
-
-def prompts(tokenizer: Any, length: int) -> dict[str, list[str]]:
-    """By the kind of task, each with a text of `length` tokens."""
-    found = {}
-    for kind, (paths, task) in TASKS.items():
-        texts = [(ROOT / path).read_text() for path in paths]
-        found[kind] = [task + str(tokenizer.decode(tokenizer.encode(text)[:length])) for text in texts]
-    return found
 
 
 def rate(output: RequestOutput) -> float:
@@ -69,7 +49,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     print(
         "| task | tokens/s without | with | ratio, median (range) | right drafts by position |\n|---|---|---|---|---|"
     )
-    for kind, of_kind in prompts(plain.get_tokenizer(), args.length).items():
+    for kind, of_kind in tasks.prompts(plain.get_tokenizer(), args.length).items():
         without, others, before = [], [], copy(drafting.stats().drafts)
         for turn, prompt in enumerate(of_kind):
             temperature = float(kind == "stories")

@@ -16,6 +16,7 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import check_device
 from kvllm.errors import ConfigError
 from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.residual import KVResidual
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.self_model import SelfModel
@@ -70,7 +71,10 @@ def drafting(path: Path, num_drafts: int = COUNT, **options: Any) -> tuple[LLM, 
 
 
 def held(runner: ModelRunner) -> list[torch.Tensor]:
-    """All that a worker holds of its sequences, as integers."""
+    """All that a worker holds of its sequences, as integers, when no block is being loaded any more."""
+    for each in runner.features:
+        if isinstance(each, Offloader):
+            each.store._queue.submit(lambda: None).wait()
     count = runner.cache.num_blocks - runner.forward_pass.config.num_draft_blocks
     parts = [part[:, :, :count].contiguous().view(torch.uint8) for part in runner.cache.parts]
     if runner.cache.scores is not None:
