@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from itertools import zip_longest
 from statistics import median
 from typing import Any
 
 from benchmarks.common import command_line, machine, report, tasks
+from benchmarks.common.drafts import tried
+from benchmarks.common.summary import show_spread, spread_of
 from kvllm import LLM, RequestOutput, SamplingParams
 
 
@@ -62,13 +63,11 @@ def benchmark(arguments: Sequence[str]) -> None:
             if args.dtype == "float32" and texts[0] != texts[1]:
                 raise RuntimeError(f"{kind}, text {turn}: drafts have changed tokens")
         ratios = [fast / slow for fast, slow in zip(others, without, strict=True)]
-        after = drafting.stats().drafts
-        counts = zip_longest(after.right, before.right, fillvalue=0)
-        right = [(now - then) / max(1, after.drafts - before.drafts) for now, then in counts]
-        spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        shares = " ".join(f"{share:.2f}" for share in right)
+        found = tried(before, drafting.stats().drafts)
+        spread = show_spread(spread_of(ratios), "{:.2f}")
+        shares = " ".join(f"{share:.2f}" for share in found.right)
         print(f"| {kind} | {median(without):.0f} | {median(others):.0f} | {spread} | {shares} |", flush=True)
-        rows[kind] = {"without": without, "with": others, "drafts": after.drafts - before.drafts, "right": right}
+        rows[kind] = {"without": without, "with": others, "drafts": found.drafts, "right": found.right}
     report.write_json(args.output / "speculation.json", {**provenance, "tasks": rows})
 
 

@@ -10,7 +10,7 @@ from benchmarks.common import machine
 from kvllm.models.config import ModelConfig
 from kvllm.simulation.workload import Lengths
 
-BYTES_PER_WEIGHT = {"bf16": 2, "int8": 34 / 32, "int4": 18 / 32}
+BYTES_PER_WEIGHT = {"f32": 4, "bf16": 2, "int8": 34 / 32, "int4": 18 / 32}
 """By the format: 8 and 4 bits have a scale of 16 bits for 32 weights, as Q8_0 and Q4_0."""
 
 

@@ -21,7 +21,7 @@ class Engine(Struct, frozen=True):
     program: the child, a module of this package. environment: the name of its environment; None is this project's.
     weights: their format; engines of one format are compared. "file": it loads a GGUF file as it is, and nothing else.
     pooled: its KV cache may be smaller than the demand; then requests wait or are preempted. evicts: it drops KV pairs
-    where the pool is smaller than the demand. drafts: it drafts tokens from the text, for workload E.
+    where the pool is smaller than the demand.
     """
 
     program: str
@@ -30,7 +30,6 @@ class Engine(Struct, frozen=True):
     options: dict[str, Any] = {}
     pooled: bool = False
     evicts: bool = False
-    drafts: bool = False
 
     @property
     def module(self) -> str:
@@ -39,6 +38,11 @@ class Engine(Struct, frozen=True):
     @property
     def is_kvllm(self) -> bool:
         return self.environment is None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts tokens from the text. Those of random tokens pay for no draft, so it is not a default."""
+        return bool({"drafts", "speculative_config"} & self.options.keys())
 
 
 ENVIRONMENTS = {
@@ -58,13 +62,11 @@ KARA_SHARP = {
     "chunk_budget": 8,
 }
 """Windows of 96 KV pairs, of which 32 stay: only while blocks are short."""
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
 
 
-def _kvllm(weights: str, *, evicts: bool = False, drafts: bool = False, **options: Any) -> Engine:
-    return Engine("run_kvllm", None, weights, options, pooled=True, evicts=evicts, drafts=drafts)
+def _kvllm(weights: str, *, evicts: bool = False, **options: Any) -> Engine:
+    return Engine("run_kvllm", None, weights, options, pooled=True, evicts=evicts)
 
 
 def _openvino(weights: str, kv: str, *, evicts: bool = False) -> Engine:
@@ -72,8 +74,8 @@ def _openvino(weights: str, kv: str, *, evicts: bool = False) -> Engine:
     return Engine("run_openvino", "openvino", weights, options, pooled=True, evicts=evicts)
 
 
-def _llama_cpp(weights: str, form: str, kv: str = "f16") -> Engine:
-    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form, "kv": kv})
+def _llama_cpp(weights: str, form: str, kv: str = "f16", **options: Any) -> Engine:
+    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form, "kv": kv, **options})
 
 
 ENGINES = {
@@ -91,12 +93,10 @@ ENGINES = {
     "kvllm-gguf": _kvllm("file"),
     "kvllm-gguf-kv_int8": _kvllm("file", kv_cache_dtype="int8"),
     "kvllm-gguf-kv_6_4": _kvllm("file", kv_cache_dtype="int6_int4_hadamard", kv_residual_tokens=16),
-    "kvllm-gguf-ngram": _kvllm("file", drafts=True, speculative_config=NGRAM),
-    "kvllm-gguf-suffix": _kvllm("file", drafts=True, speculative_config=NGRAM | {"method": "suffix"}),
+    "kvllm-gguf-ngram": _kvllm("file", speculative_config=NGRAM),
+    "kvllm-gguf-suffix": _kvllm("file", speculative_config=NGRAM | {"method": "suffix"}),
     "llama.cpp-gguf": _llama_cpp("file", "file"),
     "llama.cpp-gguf-kv_q8_0": _llama_cpp("file", "file", "q8_0"),
-    "llama.cpp-gguf-ngram": Engine(
-        "run_llama_cpp", "llama_cpp", "file", {"format": "file", "kv": "f16", "drafts": 8}, drafts=True
-    ),
+    "llama.cpp-gguf-ngram": _llama_cpp("file", "file", drafts=8),
 }
 """By name. Suffixes tell what differs from the usual: the format of weights or KV cache, or what drops KV pairs."""

@@ -122,9 +122,8 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
 
     def before_replay(self, batch: AttentionBatch) -> None:
         assert batch.recording
-        for plan in self._recorded.get(
-            batch.recording, ()
-        ):  # without one, the graph is captured with what the tensors hold now
+        # Without a plan, the graph is captured with what the tensors hold now.
+        for plan in self._recorded.get(batch.recording, ()):
             [plan.group] = self._groups(batch)
             plan.pages = self._pages(plan.group, batch.block_tables)
             for kind, planner in plan.planned.items():

@@ -44,12 +44,8 @@ class Offloading:
     def complete(self, plan: StepPlan) -> None:
         """Put all transfers into a plan, those of prefixes among them that leave the pool for it."""
         self._store_prefixes(self.blocks.pool.take_evicted())
-        plan.stores, plan.loads = self._plan.stores, self._plan.loads
-        plan.cancelled, plan.suspended, plan.forgotten = (
-            self._plan.cancelled,
-            self._plan.suspended,
-            self._plan.forgotten,
-        )
+        plan.stores, plan.loads, plan.cancelled = self._plan.stores, self._plan.loads, self._plan.cancelled
+        plan.suspended, plan.forgotten = self._plan.suspended, self._plan.forgotten
         self.stats.blocks_stored += sum(len(transfer.blocks) for transfer in plan.stores)
         self.stats.blocks_loaded += sum(len(load.transfer.blocks) for load in plan.loads)
         self._plan = StepPlan()

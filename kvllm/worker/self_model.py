@@ -59,13 +59,13 @@ class SelfModel(DraftModel):
     def _view(self, tables: BlockTables, table_slot: int, length: int, count: int, first: int) -> TableStart:
         """Of a part: the `first` of `length` tokens and the last ones, in whole blocks, and room for `count` more."""
         size, blocks = self.config.block_size, tables.table[table_slot]
-        num_full, behind = divmod(length - int(tables.dropped[table_slot]), size)
+        num_full, rest = divmod(length - int(tables.dropped[table_slot]), size)
         begin, end = -(-first // size), max(0, num_full - -(-self.last // size))
         view = [*blocks[: min(begin, end)].tolist(), *blocks[end:num_full].tolist()]
-        if behind:
+        if rest:
             self._copies.append((int(blocks[num_full]), self._spare[-1]))
-        room = [self._spare.pop() for _ in range(-(-(behind + count) // size))]
-        return TableStart(length - len(view) * size - behind, view + room)
+        room = [self._spare.pop() for _ in range(-(-(rest + count) // size))]
+        return TableStart(length - len(view) * size - rest, view + room)
 
     def _read(self, found: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
         if self._copies:
