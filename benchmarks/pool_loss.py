@@ -25,6 +25,7 @@ from kvllm.comparison.predictions import FullPredictions, Predictions, Reference
 from kvllm.comparison.table import table
 from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.comparison.texts import Cut, Text, cut_texts, read_files
+from kvllm.models.config import load_model_config
 from kvllm.tokenizer import load_tokenizer
 
 HEADER = ("", "KL, last quarter", "preemptions", "KV pairs kept, %")
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(args.model)
     of_variants = [jobs.make_job(args, each, path, requests, args.pieces, args.pieces) for each in variants]
     with tempfile.TemporaryDirectory() as folder:
-        reference = Reference(Path(folder) / "reference.npy", texts, LLM(args.model).model_config.vocab_size)
+        reference = Reference(Path(folder) / "reference.npy", texts, load_model_config(path).vocab_size)
         rows = [feed(job, texts, reference, full=job is of_variants[0]) for job in of_variants]
     print(table(HEADER, rows))
 
