@@ -43,7 +43,7 @@ def _bits(element_ty: tl.dtype) -> int:
 
 
 @triton.jit
-def code_places(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def code_offsets(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Where the codes of vectors begin in a layer, in bytes, and their words, in words; `slots` are those in blocks."""
     BITS: tl.constexpr = _bits(cache.dtype.element_ty)
     CODES: tl.constexpr = HEAD_DIM * BITS // 8

@@ -124,9 +124,9 @@ def _change_states(
     key_head = head // (HEADS // KEY_HEADS)
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
     first = (tl.load(slots + sequence).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
-    places = states + first + index[:, None] * VALUE_DIM + column[None, :]
+    pointers = states + first + index[:, None] * VALUE_DIM + column[None, :]
     mask = (index < KEY_DIM)[:, None] & is_column[None, :]
-    state = tl.load(places, mask=mask, other=0.0)
+    state = tl.load(pointers, mask=mask, other=0.0)
     for token in range(begin, end):
         row = mixed + token * (2 * of_keys + HEADS * VALUE_DIM)
         query = _of_length_one(row + key_head * KEY_DIM, index, KEY_DIM) * scale
@@ -137,7 +137,7 @@ def _change_states(
         state += key[:, None] * change[None, :]
         found = tl.sum(query[:, None] * state, 0).to(out.dtype.element_ty)
         tl.store(out + (token * HEADS + head) * VALUE_DIM + column, found, mask=is_column)
-    tl.store(places, state, mask=mask)
+    tl.store(pointers, state, mask=mask)
 
 
 def gated_delta_rule(

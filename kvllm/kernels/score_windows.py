@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.layer_inputs import LayerInputs
+
 
 @dataclass(frozen=True)
 class KeptScores:
@@ -83,9 +85,9 @@ def _add_window(
         probability = tl.exp2(tile - shift[:, None]) / total[:, None]
         added = tl.sum(probability * probability if SQUARED else probability, 0)
         blocks = tl.load(table + (begin + pair) // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        places = (blocks * KV_HEADS + head) * BLOCK_SIZE + (begin + pair) % BLOCK_SIZE
-        before = tl.load(scores + places, mask=exists & (begin + pair != index), other=0.0)
-        tl.store(scores + places, before + added, mask=exists)
+        offsets = (blocks * KV_HEADS + head) * BLOCK_SIZE + (begin + pair) % BLOCK_SIZE
+        before = tl.load(scores + offsets, mask=exists & (begin + pair != index), other=0.0)
+        tl.store(scores + offsets, before + added, mask=exists)
 
 
 @triton.jit(do_not_specialize=["table_stride", "kept_width"])
@@ -165,32 +167,24 @@ def _add_windows(
     )
 
 
-def add_windows(
-    scores: torch.Tensor,
-    kept: KeptScores,
-    query_start_loc: torch.Tensor,
-    last_kv_index: torch.Tensor,
-    block_tables: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def add_windows(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> None:
     """Add what sequences with one query token give the KV pairs of their windows.
 
-    scores: of this layer, contiguous float32 `[blocks, kv_heads, block_size]`. kept: as `paged_decode` left it for this
-        layer. The other arguments are those of `paged_decode`.
+    kept: as `paged_decode` left it for this layer. scores: of this layer, contiguous float32
+        `[blocks, kv_heads, block_size]`.
     """
+    sinks, group = inputs.sinks, inputs.shape["GROUP"]
     _, kv_heads, block_size = scores.shape
-    num_sequences, num_heads, width = kept.scores.shape
-    group = num_heads // kv_heads
-    _add_windows[(num_sequences, kv_heads)](
+    _add_windows[(kept.scores.shape[0], kv_heads)](
         scores,
         kept.scores,
-        query_start_loc,
-        last_kv_index,
-        block_tables,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        inputs.block_tables,
         kept.window_start,
         kept.scores if sinks is None else sinks,
-        block_tables.stride(0),
-        width,
+        inputs.block_tables.stride(0),
+        kept.scores.shape[2],
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,
