@@ -34,6 +34,7 @@ class MethodInputs(TypedDict, total=False):
     last_positions: one for each row, the position in the text of the region's last KV pair. The positions in front
         of it have no gaps in a window, nor where queries are recomputed.
     values: `[S, Hkv, C, d]`, as keys are.
+    value_norms: float32 `[S, Hkv, C]`, lengths of the values, which few bits tell faster than the values.
     frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
     statistics: of the layers, for the query heads of these KV heads, from a text that the model read.
     gates: with `gated`, of the layers, for these KV heads.
@@ -56,6 +57,7 @@ class MethodInputs(TypedDict, total=False):
     starts: Sequence[int]
     last_positions: Sequence[int]
     values: Tensor
+    value_norms: Tensor
     frequencies: Tensor
     statistics: QueryStatistics
     gates: Gates
@@ -103,7 +105,7 @@ class Method:
 
         Args:
             queries: `[S, Hq, query tokens, d]`, or None for a method that needs none, and
-            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or, with `reads_blocks`, PagedKeys.
+            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or PagedKeys, as its spec says.
             retain: KV pairs kept of the C; everything is kept if `retain >= C`.
             buffer: the last KV pairs of the region, always kept.
             offered: options and `INPUTS`; those that this method does not take are left out.

@@ -22,11 +22,18 @@ class Codec:
 
     storage: the dtype of keys, or values, of this format in a cache. It tells the format to operators and kernels, and
         is as large as an element of it; what the bytes mean is the format's business.
+    plain: of a format of rotated vectors, that of the vectors.
     """
 
     storage: torch.dtype
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    plain: Codec | None = None
+
+    @property
+    def unrotated(self) -> Codec:
+        """The same without a rotation: what it returns is rotated, if it is."""
+        return self.plain or self
 
 
 def codec(vector_format: VectorFormat) -> Codec:
@@ -113,7 +120,7 @@ def _rotated(storage: torch.dtype, plain: Codec) -> Codec:
     def dequantize(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         return hadamard(plain.dequantize(codes, words))
 
-    return Codec(storage, lambda vectors: plain.quantize(hadamard(vectors)), dequantize)
+    return Codec(storage, lambda vectors: plain.quantize(hadamard(vectors)), dequantize, plain)
 
 
 INT6 = Codec(torch.float8_e5m2, _quantize_int6, _dequantize_int6)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
+def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
     Args:

@@ -25,7 +25,7 @@ def select(
     buffer: int,
     observed: Tensor,
     ages: Tensor,
-    values: Tensor,
+    value_norms: Tensor,
     recent: int = RECENT.default,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
@@ -38,7 +38,7 @@ def select(
         observed: float32 `[S, Hkv, C - buffer]`, squares of attention, added up over queries and the query heads of a
             KV head.
         ages: float32 `[S, C]`, how many queries each sum is of.
-        values: `[S, Hkv, C, d]`.
+        value_norms: float32 `[S, Hkv, C]`, lengths of the values.
         recent: the last KV pairs of the region that are kept, too, but at most half of those that are.
 
     Returns:
@@ -47,7 +47,6 @@ def select(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     num_scored = keys.shape[2] - buffer
-    mean = observed / ages[:, None, :num_scored]
-    scores = mean * torch.linalg.vector_norm(values[:, :, :num_scored].float(), dim=-1).square()
+    scores = observed / ages[:, None, :num_scored] * value_norms[:, :, :num_scored].square()
     scores[..., num_scored - max(0, min(recent, retain // 2) - buffer) :] = torch.inf
     return with_buffer(top_indices(scores, retain - buffer), keys, buffer)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, sinks: int = 4) -> Tensor:
+def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int, sinks: int = 4) -> Tensor:
     """Keep the first `sinks` and the last `retain - sinks` KV pairs of a region.
 
     Args:
