@@ -5,9 +5,6 @@ word of 32 bits that holds its scale; the bytes of one head in one block are the
 words. Codes of rotated vectors are read as others are: who launches a kernel rotates what it gives and takes.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """The short convolution and the gated delta rule, as `kvllm.models.gated_delta` defines them."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

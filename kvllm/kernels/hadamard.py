@@ -1,9 +1,6 @@
 """Rotation of vectors by a Hadamard matrix, as `kvllm.kvcache.hadamard` defines it: queries in front of the kernels
 that read rotated keys, and outputs after those that read rotated values."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -53,7 +52,7 @@ class LayerInputs:
         return (self.soft_cap or 0.0) * LOG2_E
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> dict[str, int]:
         """Sizes that all kernels are compiled for."""
         num_heads, head_dim = self.queries.shape[1:]
         kv_heads = self.keys.shape[1]

@@ -1,8 +1,5 @@
 """Attention mass: the probabilities of a step, added to what the KV pairs have received so far (H2O)."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

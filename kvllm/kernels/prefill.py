@@ -1,8 +1,5 @@
 """Attention of sequences with several query tokens over their paged caches: prompt chunks, recomputed queries."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

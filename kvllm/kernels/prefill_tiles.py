@@ -4,8 +4,6 @@ Only tiles at the end of what a query attends, or at the border of a window, are
 tile of keys is one copy by the tensor memory accelerator (TMA), if a block has room for a whole one.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations

@@ -12,9 +12,6 @@ between two of them. From the second pass on only the keys of that range are rea
 Source of the search with many thresholds at a time, and of its goal: the pivots of FlashInfer (arXiv 2501.01005).
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

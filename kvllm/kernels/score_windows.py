@@ -1,8 +1,5 @@
 """Scores of KV pairs that are added up while queries pass by (see `kvllm.attention.base.ScoreWindows`)."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
 """Scores of a window: attention mass of its keys, or its squares, in two passes, without storing the matrix."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

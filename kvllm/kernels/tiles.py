@@ -9,9 +9,6 @@ The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttenti
 and Flash-Decoding (Dao et al., 2023) for the segments.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
