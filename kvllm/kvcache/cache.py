@@ -99,8 +99,7 @@ class Plane:
 
     def norms(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Lengths of vectors in the parts, float32 `[...]`. A rotation leaves them as they are."""
-        vectors = self.codec.unrotated.dequantize(*parts) if self.codec else parts[0].float()
-        return torch.linalg.vector_norm(vectors, dim=-1)
+        return self.codec.norms(*parts) if self.codec else torch.linalg.vector_norm(parts[0].float(), dim=-1)
 
 
 class PagedKVCache:
