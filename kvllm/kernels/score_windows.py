@@ -125,16 +125,16 @@ def _add_windows(
     sink = 0.0
     if SINKS:
         sink = tl.load(sinks + query_head, mask=member, other=float("-inf")) * 1.4426950408889634
-    if earliest < window:
+    for begin in range(earliest, window + 1, STRIDE):  # the window before, where it overlaps, and the last one
         _add_window(
             scores,
             table,
-            rows,
+            rows + (begin - earliest),
             sink,
             member,
             head,
-            earliest,
-            NUM_SCORED,
+            begin,
+            tl.minimum(index - begin + 1, NUM_SCORED),
             index,
             KV_HEADS,
             BLOCK_SIZE,
@@ -143,25 +143,6 @@ def _add_windows(
             SQUARED,
             SINKS,
         )
-    count = tl.minimum(index - window + 1, NUM_SCORED)
-    of_window = rows + (window - earliest)
-    _add_window(
-        scores,
-        table,
-        of_window,
-        sink,
-        member,
-        head,
-        window,
-        count,
-        index,
-        KV_HEADS,
-        BLOCK_SIZE,
-        ROWS,
-        TILE,
-        SQUARED,
-        SINKS,
-    )
 
 
 def add_windows(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> None:
