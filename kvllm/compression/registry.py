@@ -104,15 +104,16 @@ class Method:
         """Choose the KV pairs of a region to keep, per sequence and KV head.
 
         Args:
-            queries: `[S, Hq, query tokens, d]`, or None for a method that needs none, and
-            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or PagedKeys, as its spec says.
-            retain: KV pairs kept of the C; everything is kept if `retain >= C`.
+            queries: `[S, Hq, query tokens, d]`, rotated, or None for a method that needs none, and
+            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or PagedKeys, as its spec says. Query
+                head h reads KV head `h // (Hq // Hkv)`.
+            retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
             buffer: the last KV pairs of the region, always kept.
             offered: options and `INPUTS`; those that this method does not take are left out.
 
         Returns:
-            int64 `[S, Hkv, kept]`: ascending offsets in the region; with `ragged`, a head's may end in -1. The result
-            for a sequence does not depend on the others in the batch.
+            int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region; with `ragged`, a head's may end in -1.
+            The result for a sequence does not depend on the others in the batch.
         """
         return self.select(queries, keys, retain=retain, buffer=buffer, **_only(self.arguments, offered))
 

@@ -38,22 +38,12 @@ def select(
     future: int = 512,
     sinks: int = 4,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head, by the region's last queries.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says, by the region's last queries.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        value_norms: float32 `[S, Hkv, C]`, lengths of the values.
         starts: for each sequence the KV pairs of its cache in front of the region.
-        last_positions: for each sequence the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
         future: positions ahead over which queries are averaged.
         sinks: the first KV pairs of the cache, kept before all others.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

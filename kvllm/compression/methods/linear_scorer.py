@@ -35,24 +35,14 @@ def select(
     fits: Sequence[LinearFit],
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a window to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose scores are learned from; or None,
-            where nothing is to be learned.
-        keys: `[S, Hkv, W, d]`, rotated, of successive positions; without queries, of sequences in one layer after the
-            other.
-        retain: KV pairs kept of the W; everything is kept if `retain >= W`.
-        buffer: the last KV pairs of the window, always kept.
+        queries: in one layer, as for `kara_sharp`, whose scores are learned from; or None, where nothing is to be
+            learned.
+        keys: of successive positions; without queries, of sequences in one layer after the other.
         chunk_budget, max_chunk: see `token2chunk`.
-        query_offsets: int64 `[query tokens]`, the offset of each in the window.
-        value_norms: float32 `[S, Hkv, W]`, lengths of the values.
-        last_positions: for each row the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
         fits: of each layer, for these KV heads. That of a call with queries learns.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, W)]`: ascending offsets in the window.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

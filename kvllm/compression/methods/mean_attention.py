@@ -28,21 +28,11 @@ def select(
     value_norms: Tensor,
     recent: int = RECENT.default,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: not used: the sums hold what is known about them.
-        keys: `[S, Hkv, C, d]`, of which only the shape matters.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        observed: float32 `[S, Hkv, C - buffer]`, squares of attention, added up over queries and the query heads of a
-            KV head.
-        ages: float32 `[S, C]`, how many queries each sum is of.
-        value_norms: float32 `[S, Hkv, C]`, lengths of the values.
+        observed: squares of attention, added up over queries and the query heads of a KV head.
         recent: the last KV pairs of the region that are kept, too, but at most half of those that are.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

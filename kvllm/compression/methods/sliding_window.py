@@ -9,15 +9,7 @@ from kvllm.compression.region import everything, keeps_everything
 
 
 def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int) -> Tensor:
-    """Keep the last `retain` KV pairs of a region, the `buffer` among them.
-
-    Args:
-        queries: not used.
-        keys: `[S, Hkv, C, d]`.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
-    """
+    """Keep the last `retain` KV pairs of a region, the `buffer` among them."""
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     return everything(keys)[..., keys.shape[2] - retain :]
