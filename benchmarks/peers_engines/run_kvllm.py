@@ -14,7 +14,7 @@ BLOCK_SIZE = 32
 class KvLLM:
     def __init__(self, job: Job) -> None:
         lengths = [len(p) + n for p, n in zip(job["prompts"], job["output_lengths"], strict=True)]
-        options = dict(job["options"])
+        options, fraction = dict(job["options"]), job["pool_fraction"]
         if "compression" in options:
             options["compression"] = CompressionConfig(**options["compression"])
         self.llm = LLM(
@@ -22,7 +22,7 @@ class KvLLM:
             block_size=BLOCK_SIZE,
             max_model_len=max(lengths),
             max_num_seqs=len(lengths),
-            num_gpu_blocks_override=pool_blocks(lengths, BLOCK_SIZE, job["pool_fraction"]),
+            num_gpu_blocks_override=None if fraction == 1 else pool_blocks(lengths, BLOCK_SIZE, fraction),
             **options,
         )
         shape = self.llm.cache_shape
