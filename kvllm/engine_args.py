@@ -465,6 +465,7 @@ class EngineArgs:
             swap=self.swap,
             speculation=self.speculation,
             max_loras=self.max_loras if self.enable_lora else 0,
+            max_lora_rank=self.max_lora_rank,
         )
 
     def _memory(self) -> int:

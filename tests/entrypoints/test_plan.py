@@ -70,6 +70,23 @@ def test_llama_3_70b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 70_553_706_496
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters(ranks, tmp_path, capsys):
+    """Four times both matrices of each product, whose projections lie beside each other; a rank's columns or rows."""
+    model = config_file(tmp_path, LLAMA_3_8B)
+    options = ["--gpu-memory", "80GB", "--tensor-parallel-size", str(ranks)]
+    plain = figures(capsys, model, *options)
+    found = figures(capsys, model, *options, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+    attention = 24 * (4096 + 6144 // ranks) + 8 * (4096 // ranks + 4096)
+    mlp = 16 * (4096 + 2 * 14336 // ranks) + 8 * (14336 // ranks + 4096)
+    assert found["adapter_bytes_per_rank"] == 4 * 2 * 32 * (attention + mlp)
+    assert plain["pool_bytes_per_rank"] - found["pool_bytes_per_rank"] == found["adapter_bytes_per_rank"]
+    assert "adapter_bytes_per_rank" not in plain
+    with pytest.raises(SystemExit):
+        figures(capsys, model, "--enable-lora", "--max-lora-rank", "65")
+    assert "max_lora_rank=65 is not allowed: between 1 and 64" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("dtype", "key", "value"),
     [
