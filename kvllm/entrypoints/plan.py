@@ -161,7 +161,9 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
         yield f"{kind.name:<10}{kind.layers:>8}{window:>10}{plan.pair_bytes:>20,}{share:>14,}"
     if model.recurrent:
         state = f"a state of {plan.rank_state_bytes:,} bytes for each sequence on each rank"
-        yield f"{len(model.recurrent.indices)} other layers hold no KV pairs: they have {state}"
+        others = f"{len(model.recurrent.indices)} other layers hold no KV pairs: they have"
+        others = "all layers have, beside KV pairs," if model.mamba else others
+        yield f"{others} {state}"
     if plan.key_bytes != plan.value_bytes:
         yield f"of a KV pair, the key takes {plan.key_bytes:,} bytes and the value {plan.value_bytes:,}"
     yield ""

@@ -293,9 +293,16 @@ def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
     assert "24GB" in capsys.readouterr().err
 
 
-def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3.5", "2 other layers hold no KV pairs: they have a state of"),
+        ("falcon-h1", "all layers have, beside KV pairs, a state of"),
+    ],
+)
+def test_states_of_recurrent_layers_are_those_of_the_engine(family, text, tmp_path, capsys):
     """And what they take is missing for sequences."""
-    make_checkpoint(tmp_path, **FAMILIES["qwen3.5"])
+    make_checkpoint(tmp_path, **FAMILIES[family])
     options = ("--input-length", "64", "--gpu-memory", "100M")
     found = figures(capsys, tmp_path, *options)
     stats = LLM(tmp_path, max_num_seqs=3, num_gpu_blocks_override=8, enable_prefix_caching=False).stats()
@@ -304,7 +311,15 @@ def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
     at_once = found["pool_bytes_per_rank"] // (of_pairs + found["state_bytes_per_rank"])
     assert found["sequences_at_once"] == {"nothing released": at_once}
     cli.main(["plan", "--model", str(tmp_path), *options])
-    assert "2 other layers hold no KV pairs: they have a state of" in capsys.readouterr().out
+    assert text in capsys.readouterr().out
+
+
+def test_groups_that_are_normalized_stay_on_a_rank(tmp_path, capsys):
+    make_checkpoint(tmp_path, **FAMILIES["falcon-h1"])
+    edit(tmp_path, mamba_rms_norm=True)
+    with pytest.raises(SystemExit):
+        figures(capsys, tmp_path, "--tensor-parallel-size", "2")
+    assert "tensor_parallel_size 2 is more than the model's 1 groups of Mamba-2 heads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
