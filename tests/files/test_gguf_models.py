@@ -30,7 +30,8 @@ NAMES = (
     *("mistral", "mixtral", "qwen2", "qwen2-tied-sharded", "qwen3", "qwen3-tied-sharded", "qwen3-moe"),
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
-    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-packed"),
+    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-packed", "falcon-h1"),
+    "falcon-h1-norm",
 )
 QUANTIZED = (
     *(("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4)),
@@ -217,7 +218,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     make(path, "llama-tied", Type.Q8_0)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
-    with pytest.raises(CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs gemma2,"):
+    with pytest.raises(CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs falcon-h1,"):
         load_model_config(path)
     name = b"blk.0.ffn_up.weight"
     at = data.index(name) + len(name) + 4 + 2 * 8

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tests.helpers.gguf_quantizers import fitting, quantize
 
 NAMES = {
+    "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
@@ -47,6 +48,7 @@ RENAMED = {
     "correction_bias": "correction.bias",
     "expert_bias": "expert_bias.bias",
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    "mamba.dt_bias": "mamba.dt_proj.bias",
     "layer_scalar": "layer_scalar.weight",
 }
 """Ends of names as the converter has them before it asks for those in a file."""
@@ -129,6 +131,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "lfm2_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(config.num_dense_layers)
+    if config.model_type == "falcon_h1":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_inner_size(config.mamba_d_ssm)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_group_count(config.mamba_n_groups)
     if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
@@ -237,13 +245,15 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
             name = name.removesuffix(end) + renamed if name.endswith(end) else name
         found = names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
-        found += "" if found.endswith((".weight", ".bias", ".ssm_a")) else ".weight"
+        found += "" if found.endswith((".weight", ".bias", ".ssm_a", ".ssm_d", ".ffn_norm")) else ".weight"
         yield found, _converted(found, raw, config), kind
 
 
 def _converted(name: str, raw: np.ndarray, config: Any) -> np.ndarray:
     """What the converter makes of a tensor before it writes it."""
     architecture = NAMES[config.model_type]
+    if architecture == "falcon-h1":
+        return _of_falcon_h1(name, raw, config)
     if architecture in PERMUTED and ".attn_q." in name:
         return permute(raw, config.num_attention_heads)
     if architecture in PERMUTED and ".attn_k." in name:
@@ -261,6 +271,33 @@ def _converted(name: str, raw: np.ndarray, config: Any) -> np.ndarray:
         return raw.squeeze(0)
     added = config.model_type in NORMS_PLUS_ONE and name.endswith("norm.weight") and "ssm_norm" not in name
     return raw + 1 if added else raw
+
+
+def _of_falcon_h1(name: str, raw: np.ndarray, config: Any) -> np.ndarray:
+    """FalconH1Model.modify_tensors: multipliers become part of matrices of float32."""
+    factors = {
+        "token_embd": config.embedding_multiplier,
+        "output": config.lm_head_multiplier,
+        "ffn_gate": config.mlp_multipliers[0],
+        "ffn_down": config.mlp_multipliers[1],
+        "attn_q": config.attention_in_multiplier,
+        "attn_k": config.attention_in_multiplier * config.key_multiplier,
+        "attn_v": config.attention_in_multiplier,
+        "attn_output": config.attention_out_multiplier,
+        "ssm_out": config.ssm_out_multiplier,
+    }
+    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if module == "ssm_in":
+        state = config.mamba_n_groups * config.mamba_d_state
+        widths = (config.mamba_d_ssm, config.mamba_d_ssm, state, state, config.mamba_n_heads)
+        return raw * config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, widths).astype(np.float32)[:, None]
+    if module == "ssm_a":
+        return -np.exp(raw)[:, None]
+    if module == "ssm_d":
+        return raw[:, None]
+    if module == "ssm_norm":
+        return raw.reshape(config.mamba_n_groups, -1)
+    return raw.squeeze(1) if module == "ssm_conv1d" and raw.ndim == 3 else raw * np.float32(factors.get(module, 1))
 
 
 def value_heads(tensor: Any, dim: int, config: Any, *, back: bool = False) -> Any:

@@ -45,8 +45,8 @@ GEMMA = {
 class Architecture:
     """One architecture.
 
-    config: makes the keys of `config.json`. names: beside those of LAYER. whole: of tensors without a suffix here.
-    undo: what llama.cpp's converter has done to tensors.
+    config: makes the keys of `config.json`. names: beside those of TOP and LAYER, or instead. whole: of tensors without
+        a suffix here. undo: what llama.cpp's converter has done to tensors.
     experts: the name of a matrix of one expert, by that of the tensor of all.
     stacked: all experts have one tensor here, too, of several tensors there.
     """
@@ -86,6 +86,23 @@ QWEN35 = {
 DELTA = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
 SHARED = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS}
 ARCHITECTURES = {
+    "falcon-h1": Architecture(
+        config.falcon_h1,
+        {
+            "output_norm": "model.final_layernorm",
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in PROJECTIONS},
+            **{f"ssm_{name}": f"mamba.{name}_proj" for name in ("in", "out")},
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_norm": "mamba.norm",
+        },
+        whole={
+            "ffn_norm": "pre_ff_layernorm.weight",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            "ssm_dt": "mamba.dt_bias",
+        },
+        undo=changes.mamba,
+    ),
     "gemma2": Architecture(config.gemma2, GEMMA, undo=changes.norms),
     "gemma3": Architecture(config.gemma3, GEMMA, undo=changes.norms),
     "gemma4": Architecture(
@@ -182,7 +199,7 @@ def renamed(
         tensor = architecture.undo(name, tensor, keys)
         if not name.startswith("blk."):
             module, _, suffix = name.rpartition(".")
-            yield f"{TOP.get(module, module)}.{suffix}", tensor
+            yield f"{(TOP | architecture.names).get(module, module)}.{suffix}", tensor
             continue
         number, _, rest = name.removeprefix("blk.").partition(".")
         module, _, suffix = rest.rpartition(".") if "." in rest else (rest, "", "")

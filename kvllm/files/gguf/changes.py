@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,18 @@ def gated_delta_net(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GG
     first = 2 * key_heads * config["linear_key_head_dim"] if module in AFTER_KEYS else 0
     rows = first + (order.unsqueeze(1) * size + torch.arange(size)).flatten()
     return replace(tensor, order=torch.cat((torch.arange(first), rows)))
+
+
+def mamba(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
+    """Decays are `-exp(A_log)`; vectors of heads have a dimension of one, and norms one of groups; convolutions lack
+    one. Multipliers are part of the weights."""
+    module = name.removeprefix("blk.").partition(".")[2]
+    if module == "ssm_conv1d.weight" and len(tensor.shape) == 2:
+        return _with_one(tensor, 1)
+    if module not in ("ssm_a", "ssm_d", "ssm_norm.weight"):
+        return tensor
+    flat = replace(tensor, shape=(math.prod(tensor.shape),), blocks=tensor.blocks.flatten())
+    return replace(flat, undo=_logarithm) if module == "ssm_a" else flat
 
 
 def _with_one(tensor: GGUFTensor, dim: int) -> GGUFTensor:

@@ -122,6 +122,23 @@ def olmo2(data: Metadata) -> dict[str, Any]:
     }
 
 
+def falcon_h1(data: Metadata) -> dict[str, Any]:
+    """With all multipliers one, as the weights have them."""
+    return base_config(data) | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "mlp_bias": data.has("blk.0.ffn_up.bias"),
+        "mamba_d_ssm": data.number("ssm.inner_size"),
+        "mamba_n_heads": data.number("ssm.time_step_rank"),
+        "mamba_n_groups": data.number("ssm.group_count"),
+        "mamba_d_state": data.number("ssm.state_size"),
+        "mamba_d_conv": data.number("ssm.conv_kernel"),
+        "mamba_conv_bias": data.has("blk.0.ssm_conv1d.bias"),
+        "mamba_rms_norm": data.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def qwen35(data: Metadata) -> dict[str, Any]:
     return (
         base_config(data, ("nextn_predict_layers",)) | _delta_layers(data) | {"architectures": ["Qwen3_5ForCausalLM"]}

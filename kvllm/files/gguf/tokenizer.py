@@ -62,7 +62,7 @@ GPT4O = (
 GPT2, DIGITS = "", r"\p{N}"
 """GPT-2's expression is that of `ByteLevel` itself; with DIGITS, each digit is cut out before it."""
 SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"), LLAMA3),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     "qwen35": QWEN35,
@@ -72,7 +72,7 @@ SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais"), GPT2),
 }
 """How llama.cpp splits a text into words, by `tokenizer.ggml.pre`."""
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken")
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "tekken")
 """Vocabularies in which a word that is a token is not merged, and a token stands before a text."""
 
 
