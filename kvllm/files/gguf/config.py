@@ -294,10 +294,13 @@ def _gemma4_rope(data: Metadata, theta: float) -> dict[str, Any]:
         "rope_theta": theta,
         "partial_rotary_factor": len(turning) / max(1, len(factors)),
     }
-    return {
-        "full_attention": full,
-        "sliding_attention": {"rope_type": "default", "rope_theta": data.number("rope.freq_base_swa", 10000.0)},
+    head_dim = data.number("attention.key_length_swa")
+    sliding = {
+        "rope_type": "default",
+        "rope_theta": data.number("rope.freq_base_swa", 10000.0),
+        "partial_rotary_factor": data.number("rope.dimension_count_swa", head_dim) / max(1, head_dim),
     }
+    return {"full_attention": full, "sliding_attention": sliding}
 
 
 def gpt_oss(data: Metadata) -> dict[str, Any]:
