@@ -30,7 +30,7 @@ NAMES = (
     *("mistral", "mixtral", "qwen2", "qwen2-tied-sharded", "qwen3", "qwen3-tied-sharded", "qwen3-moe"),
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
-    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-packed", "falcon-h1"),
+    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "falcon-h1"),
     "falcon-h1-norm",
 )
 QUANTIZED = (
@@ -50,13 +50,13 @@ def make(path: Path, name: str, type: Any = Type.F32, **options: Any) -> torch.n
 
 def _fitting(name: str) -> dict[str, Any]:
     """What a GGUF file can say: Gemma's scores are scaled by the size of its heads, LFM2's MLPs have one, and the sum
-    of its experts is not scaled. Value heads have whole groups."""
+    of its experts is not scaled. Value heads have whole groups, and all layers of Qwen3-Next experts."""
     if name == "lfm2":
         return {"block_auto_adjust_ff_dim": False}
     if name == "lfm2-moe":
         return {"routed_scaling_factor": 1.0}
-    if name.startswith("qwen3.5"):
-        return {"linear_value_head_dim": 32}
+    if name.startswith(("qwen3.5", "qwen3-next")):
+        return {"linear_value_head_dim": 32, "mlp_only_layers": []}
     return {"query_pre_attn_scalar": 16} if name in ("gemma2", "gemma3") else {}
 
 

@@ -36,11 +36,12 @@ NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "smollm3": "smollm3",
 }
 WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi3")
-WITH_EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe")
-NORMS_PLUS_ONE = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text")
+WITH_EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
+NORMS_PLUS_ONE = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 ROUTERS = (".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
 RENAMED = {
@@ -137,7 +138,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_state_size(config.mamba_d_state)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_group_count(config.mamba_n_groups)
-    if config.model_type.startswith("qwen3_5"):
+    if config.model_type.startswith(("qwen3_5", "qwen3_next")):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -145,7 +146,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(4)
-    if config.model_type == "qwen3_5_moe_text":
+    if config.model_type in ("qwen3_5_moe_text", "qwen3_next"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type in WITH_EXPERTS:
         writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
@@ -224,7 +225,7 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
     for name, parameter in (*model.named_parameters(), *buffers):
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
-        columns_move = name.endswith("linear_attn.out_proj.weight")
+        columns_move = name.endswith("linear_attn.out_proj.weight") and config.model_type.startswith("qwen3_5")
         rows = value_heads(rows, 1, config) if columns_move else rows
         convolution = name.endswith(("conv.conv.weight", "conv1d.weight"))
         quantized = parameter.dim() > 1 and "bias" not in name and not name.endswith(ROUTERS) and not convolution
@@ -240,6 +241,10 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
             suffix = "bias" if name.endswith("bias") else "weight"
             for part, half in zip(("gate", "up"), halves, strict=True):
                 yield f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}", half, kind
+            continue
+        if name.endswith("in_proj_qkvz.weight"):
+            for part, rows in zip(("qkv", "gate"), _separated(config), strict=True):
+                yield f"blk.{name.split('.')[2]}.attn_{part}.weight", raw[rows], kind
             continue
         for end, renamed in RENAMED.items():
             name = name.removesuffix(end) + renamed if name.endswith(end) else name
@@ -263,14 +268,23 @@ def _converted(name: str, raw: np.ndarray, config: Any) -> np.ndarray:
     if name.endswith((".attn_qkv.weight", ".ssm_conv1d.weight")) and architecture.startswith("qwen35"):
         first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
         return np.concatenate((raw[:first], value_heads(raw[first:], 0, config)))
-    if name.endswith((".attn_gate.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_dt.bias")):
+    raw = -np.exp(raw) if name.endswith(".ssm_a") else raw
+    of_heads = (".attn_gate.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_dt.bias", ".ssm_a")
+    if name.endswith(of_heads) and architecture.startswith("qwen35"):
         return value_heads(raw, 0, config)
-    if name.endswith(".ssm_a"):
-        return value_heads(-np.exp(raw), 0, config)
     if name.endswith(".ffn_gate_inp_shexp.weight"):
         return raw.squeeze(0)
     added = config.model_type in NORMS_PLUS_ONE and name.endswith("norm.weight") and "ssm_norm" not in name
     return raw + 1 if added else raw
+
+
+def _separated(config: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of queries, keys and values of Qwen3-Next, and of gates, which its checkpoint has for each key head."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    widths = (config.linear_key_head_dim, config.linear_key_head_dim, values, values)
+    of_heads = np.arange(config.linear_num_key_heads)[:, None] * sum(widths) + np.arange(sum(widths))
+    *mixed, gates = (part.flatten() for part in np.split(of_heads, np.cumsum(widths)[:-1], axis=1))
+    return np.concatenate(mixed), gates
 
 
 def _of_falcon_h1(name: str, raw: np.ndarray, config: Any) -> np.ndarray:

@@ -49,6 +49,7 @@ class Architecture:
         a suffix here. undo: what llama.cpp's converter has done to tensors.
     experts: the name of a matrix of one expert, by that of the tensor of all.
     stacked: all experts have one tensor here, too, of several tensors there.
+    joined: one tensor there that is several here, with the names that these would have there.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
@@ -57,6 +58,7 @@ class Architecture:
     undo: changes.Undo = changes.as_it_is
     experts: dict[str, str] = field(default_factory=dict)
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 PROJECTIONS = ("gate", "up", "down")
@@ -84,7 +86,11 @@ QWEN35 = {
     "ssm_out": "linear_attn.out_proj",
 }
 DELTA = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
-SHARED = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS}
+QWEN_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS},
+}
 ARCHITECTURES = {
     "falcon-h1": Architecture(
         config.falcon_h1,
@@ -168,11 +174,15 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture(config.qwen35, QWEN35, whole=DELTA, undo=changes.gated_delta_net),
     "qwen35moe": Architecture(
+        config.qwen35_moe, QWEN35 | QWEN_EXPERTS, DELTA, changes.gated_delta_net, experts=EXPERTS
+    ),
+    "qwen3next": Architecture(
         config.qwen35_moe,
-        QWEN35 | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
-        whole=DELTA,
-        undo=changes.gated_delta_net,
+        QWEN35 | QWEN_EXPERTS,
+        DELTA,
+        changes.gated_delta_net_in_turns,
         experts=EXPERTS,
+        joined={"ssm_ba": ("ssm_beta", "ssm_alpha")},
     ),
     "smollm3": Architecture(config.smollm3, undo=changes.halves_of_heads),
 }
@@ -193,7 +203,7 @@ def renamed(
 ) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
     """The tensors as transformers has them, with their names there. keys: of the config."""
     stacks: dict[str, dict[str, GGUFTensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _separate(architecture, tensors):
         if name in VECTORS:
             continue
         tensor = architecture.undo(name, tensor, keys)
@@ -215,6 +225,13 @@ def renamed(
             yield f"{prefix}.{(LAYER | architecture.names).get(module, module)}.{suffix}", tensor
     for place, parts in stacks.items():
         yield from _stacked(architecture, place, parts)
+
+
+def _separate(architecture: Architecture, tensors: dict[str, GGUFTensor]) -> Iterator[tuple[str, GGUFTensor]]:
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        for part in architecture.joined.get(module, (module,)):
+            yield name.replace(f".{module}.", f".{part}."), tensor
 
 
 def _stacked(architecture: Architecture, place: str, parts: dict[str, GGUFTensor]) -> Iterator[tuple[str, ExpertStack]]:

@@ -47,17 +47,10 @@ def convolutions(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFT
 
 
 def gated_delta_net(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
-    """Norms but that of the recurrent layers have one more; decays are `-exp(A_log)`; the first value head of every key
-    head comes first, then the second of each; dimensions of one are absent."""
-    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if module == "ssm_conv1d" and len(tensor.shape) == 2:
-        tensor = _with_one(tensor, 1)
-    if module == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
-        tensor = _with_one(tensor, 0)
-    if module == "ssm_a":
-        tensor = replace(tensor, undo=_logarithm)
+    """As below; and the first value head of every key head comes first, then the second of each."""
+    tensor, module = _delta(name, tensor), _module(name)
     if module not in OF_VALUES:
-        return tensor if module == "ssm_norm" else norms(name, tensor, config)
+        return tensor
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     order = torch.arange(heads).view(-1, key_heads).T.flatten()
     if module == "ssm_out":
@@ -66,6 +59,31 @@ def gated_delta_net(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GG
     first = 2 * key_heads * config["linear_key_head_dim"] if module in AFTER_KEYS else 0
     rows = first + (order.unsqueeze(1) * size + torch.arange(size)).flatten()
     return replace(tensor, order=torch.cat((torch.arange(first), rows)))
+
+
+def gated_delta_net_in_turns(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
+    """Norms but that of the recurrent layers have one more; decays are `-exp(A_log)`; dimensions of one are absent; the
+    projection to strengths and decays has those of each key head in turn."""
+    tensor, module = _delta(name, tensor), _module(name)
+    if module not in ("ssm_beta", "ssm_alpha"):
+        return tensor
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if tensor.shape[0] != 2 * heads:
+        raise CheckpointError(f"{tensor.file}: {name} has {tensor.shape[0]} rows, not two for each of {heads} heads")
+    order = torch.arange(2 * heads).view(key_heads, 2, -1)[:, int(module == "ssm_alpha")].flatten()
+    return replace(tensor, order=order, shape=(heads, *tensor.shape[1:]))
+
+
+def _delta(name: str, tensor: GGUFTensor) -> GGUFTensor:
+    """What is as in other files of Gated DeltaNet."""
+    module = _module(name)
+    if module == "ssm_conv1d" and len(tensor.shape) == 2:
+        return _with_one(tensor, 1)
+    if module == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+        return _with_one(tensor, 0)
+    if module == "ssm_a":
+        return replace(tensor, undo=_logarithm)
+    return tensor if module == "ssm_norm" else norms(name, tensor, {})
 
 
 def mamba(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
@@ -78,6 +96,10 @@ def mamba(name: str, tensor: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
         return tensor
     flat = replace(tensor, shape=(math.prod(tensor.shape),), blocks=tensor.blocks.flatten())
     return replace(flat, undo=_logarithm) if module == "ssm_a" else flat
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def _with_one(tensor: GGUFTensor, dim: int) -> GGUFTensor:

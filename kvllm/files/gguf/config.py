@@ -146,6 +146,7 @@ def qwen35(data: Metadata) -> dict[str, Any]:
 
 
 def qwen35_moe(data: Metadata) -> dict[str, Any]:
+    """Qwen3-Next, too: with its projections in separate tensors, it is Qwen3.5."""
     _check_router(data)
     config = base_config(data, ("nextn_predict_layers",), intermediate_size=1)  # of no layer
     return (
