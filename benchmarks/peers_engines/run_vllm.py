@@ -26,6 +26,7 @@ class VLLM:
             skip_tokenizer_init=True,
             max_model_len=max(lengths),
             max_num_seqs=len(lengths),
+            **job["options"],
         )
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:

@@ -12,6 +12,7 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.kernels.codes import as_kernels_read
 from kvllm.kernels.decode import Observed, Partials, paged_decode
 from kvllm.kernels.hadamard import hadamard
+from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.mass import add_mass
 from kvllm.kernels.prefill import paged_prefill
 from kvllm.kernels.prefill_tiles import PrefillTiles
@@ -86,9 +87,9 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         options = self.layers[layer]
         if options.window is not None:
             plan = TritonPlan(plan.batch.of_window, plan.partials, plan.tiles, None, None)
-        batch = plan.batch
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        arguments = (
+        batch = plan.batch
+        inputs = LayerInputs(
             queries,
             self.keys[layer],
             self.values[layer],
@@ -98,26 +99,16 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             batch.packed_len,
             None if batch.head_lengths is None else batch.head_lengths[layer],
             self.scale,
+            options.window,
+            options.soft_cap,
+            sinks,
         )
-        paged_decode(
-            *arguments, plan.partials, plan.observed, plan.kept, output, options.window, options.soft_cap, sinks
-        )
+        paged_decode(inputs, plan.partials, plan.observed, plan.kept, output)
         if plan.tiles:
-            paged_prefill(*arguments, plan.tiles, plan.observed, output, options.window, options.soft_cap, sinks)
+            paged_prefill(inputs, plan.tiles, plan.observed, output)
         if batch.mass is not None and plan.observed is not None and batch.table_slots is not None:
-            add_mass(
-                batch.mass[layer],
-                queries,
-                self.keys[layer],
-                batch.query_start_loc,
-                batch.last_kv_index,
-                batch.block_tables,
-                batch.table_slots,
-                self.scale,
-                plan.observed,
-                options.soft_cap,
-            )
+            add_mass(inputs, plan.observed, batch.mass[layer], batch.table_slots)
         scores = self.cache.scores_of(layer)
         if plan.kept is not None and scores is not None:
-            add_windows(scores, plan.kept, batch.query_start_loc, batch.last_kv_index, batch.block_tables, sinks)
+            add_windows(inputs, plan.kept, scores)
         return output

@@ -47,8 +47,8 @@ class Reading:
         self.model, self.windows, self.starts = model, windows, windows.starts(text)
         self.begin = self.starts[0] + windows.size
         self.runs, hidden = model.read([*text.prompt, *text.output])
-        behind = len(hidden) - self.begin
-        self.rows = torch.linspace(0, behind - 1, min(behind, MOST_ROWS), device=model.device).round().long()
+        num_tokens = len(hidden) - self.begin
+        self.rows = torch.linspace(0, num_tokens - 1, min(num_tokens, MOST_ROWS), device=model.device).round().long()
         self.whole = model.log_probabilities(hidden[self.begin :][self.rows])
 
     def losses(self, layer: int) -> list[float]:
@@ -102,6 +102,6 @@ def measure(
 
 def losses(texts: Sequence[Text], windows: Windows, sums: Sums) -> list[list[float]]:
     """For each layer the divergences at SHARES, in nats a token after the first window."""
-    behind = (text.stored + 1 - windows.starts(text)[0] - windows.size for text in texts)
-    rows = sum(min(MOST_ROWS, each) for each in behind)
+    num_tokens = (text.stored + 1 - windows.starts(text)[0] - windows.size for text in texts)
+    rows = sum(min(MOST_ROWS, each) for each in num_tokens)
     return [[sum(column) / rows for column in zip(*of_layer, strict=True)] for of_layer in zip(*sums, strict=True)]

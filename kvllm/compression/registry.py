@@ -34,6 +34,7 @@ class MethodInputs(TypedDict, total=False):
     last_positions: one for each row, the position in the text of the region's last KV pair. The positions in front
         of it have no gaps in a window, nor where queries are recomputed.
     values: `[S, Hkv, C, d]`, as keys are.
+    value_norms: float32 `[S, Hkv, C]`, lengths of the values, which few bits tell faster than the values.
     frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
     statistics: of the layers, for the query heads of these KV heads, from a text that the model read.
     gates: with `gated`, of the layers, for these KV heads.
@@ -56,6 +57,7 @@ class MethodInputs(TypedDict, total=False):
     starts: Sequence[int]
     last_positions: Sequence[int]
     values: Tensor
+    value_norms: Tensor
     frequencies: Tensor
     statistics: QueryStatistics
     gates: Gates
@@ -102,15 +104,16 @@ class Method:
         """Choose the KV pairs of a region to keep, per sequence and KV head.
 
         Args:
-            queries: `[S, Hq, query tokens, d]`, or None for a method that needs none, and
-            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or, with `reads_blocks`, PagedKeys.
-            retain: KV pairs kept of the C; everything is kept if `retain >= C`.
+            queries: `[S, Hq, query tokens, d]`, rotated, or None for a method that needs none, and
+            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or PagedKeys, as its spec says. Query
+                head h reads KV head `h // (Hq // Hkv)`.
+            retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
             buffer: the last KV pairs of the region, always kept.
             offered: options and `INPUTS`; those that this method does not take are left out.
 
         Returns:
-            int64 `[S, Hkv, kept]`: ascending offsets in the region; with `ragged`, a head's may end in -1. The result
-            for a sequence does not depend on the others in the batch.
+            int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region; with `ragged`, a head's may end in -1.
+            The result for a sequence does not depend on the others in the batch.
         """
         return self.select(queries, keys, retain=retain, buffer=buffer, **_only(self.arguments, offered))
 

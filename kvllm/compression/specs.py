@@ -18,6 +18,7 @@ Function = Callable[..., Any] | str
 """A function, or where it is, as `module:name` in `kvllm.compression.methods`: a spec imports no torch."""
 Queries = Literal["window", "buffer", "recent", "none"]
 Observable = Literal["probabilities", "squares"]
+KeysRead = Literal["copied", "paged", "shape"]
 Compresses = Literal["windows", "overlapping windows", "cache"]
 """What a policy lets a method choose from: windows one after the other, windows that share their buffers, or all that a
 sequence holds, also what it was compressed to before."""
@@ -75,8 +76,8 @@ class MethodSpec:
         before have none that is known.
     calibrated: it needs statistics of the model's queries, from a file beside the checkpoint.
     gated: it needs gates that were trained for the model, from a file beside the checkpoint.
-    reads_blocks: its functions take `PagedKeys`, too. Where kernels can read keys from the blocks of the cache, it gets
-        these instead of a copy.
+    keys: how its functions read keys: in a copy; as `PagedKeys`, too, where kernels can read the blocks of the cache;
+        or their shape alone, of `PagedKeys` in any case.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: what chooses; of the package's own, by default, `<name>:select`.
     scores, choose: the two halves of that function, if an event may call the first for each layer, and the second once
@@ -98,7 +99,7 @@ class MethodSpec:
     unrotates: bool = False
     calibrated: bool = False
     gated: bool = False
-    reads_blocks: bool = False
+    keys: KeysRead = "copied"
     keeps_end: bool = False
     function: Function = ""
     scores: Function = ""
@@ -199,7 +200,7 @@ _OWN = (
         "window",
         TOKEN2CHUNK,
         scores="kara:scores",
-        reads_blocks=True,
+        keys="paged",
     ),
     MethodSpec(
         "kara_causal",
@@ -209,7 +210,7 @@ _OWN = (
         "probabilities",
         function="kara:select_causal",
         scores="kara:causal_scores",
-        reads_blocks=True,
+        keys="paged",
     ),
     MethodSpec(
         "kara_sharp",
@@ -219,7 +220,7 @@ _OWN = (
         "squares",
         scores="kara_sharp:both_scores",
         choose="kara_sharp:choose",
-        reads_blocks=True,
+        keys="paged",
     ),
     MethodSpec(
         "mean_attention",
@@ -227,7 +228,7 @@ _OWN = (
         options=(RECENT,),
         observable="squares",
         reselects=True,
-        reads_blocks=True,
+        keys="shape",
     ),
     MethodSpec(
         "linear_scorer",
@@ -243,7 +244,7 @@ _OWN = (
         TOKEN2CHUNK,
         function="kara:select",
         scores="kara:scores",
-        reads_blocks=True,
+        keys="paged",
     ),
     MethodSpec(
         "kara_no_token2chunk",
@@ -251,7 +252,7 @@ _OWN = (
         "window",
         function="kara:select_tokens",
         scores="kara:scores",
-        reads_blocks=True,
+        keys="paged",
     ),
     MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
     MethodSpec(
@@ -261,7 +262,7 @@ _OWN = (
         (Option("mix", 0.1, 0.0, 1.0),),
         scores="rkv:scores",
     ),
-    MethodSpec("keydiff", "the keys that differ most from the mean key", reads_blocks=True),
+    MethodSpec("keydiff", "the keys that differ most from the mean key", keys="paged"),
     MethodSpec(
         "expected_attention",
         "what queries like the last ones will attend to",
@@ -285,12 +286,12 @@ _OWN = (
     MethodSpec("dms", "what gates would not drop that were trained to", unrotates=True, gated=True),
     MethodSpec("trimkv", "what trained gates hold on to longest", unrotates=True, gated=True),
     MethodSpec("kvzip", "what the text is repeated from", repeats=True),
-    MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
+    MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,), keys="shape"),
     MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
     MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
     MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),
-    MethodSpec("h2o", "what all queries so far attended to", reads_mass=True),
-    MethodSpec("sliding_window", "the last KV pairs", keeps_end=True),
+    MethodSpec("h2o", "what all queries so far attended to", reads_mass=True, keys="shape"),
+    MethodSpec("sliding_window", "the last KV pairs", keeps_end=True, keys="shape"),
     MethodSpec("random", "KV pairs by lot: what any method has to beat", whole_layer=True),
 )
 

@@ -227,7 +227,7 @@ class BlockManager:
             seq.block_hashes.append(block_hash(parent, tokens))
 
     def _root(self, seq: Sequence) -> bytes:
-        salt, adapter = seq.origin
+        salt, adapter = seq.extra_keys
         return root_hash(salt, self.kv_cache_dtype, adapter)
 
     def _shorter(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:

@@ -119,7 +119,7 @@ class CompressionPlanner:
             if affordable:
                 self._choose(step, seq, replace(region, count=chosen + affordable))
         if waits:
-            step.held.add(seq.seq_id)
+            step.deferred.add(seq.seq_id)
 
     @staticmethod
     def _chosen(seq: Sequence, region: Region) -> int:

@@ -162,14 +162,14 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         """Give each running sequence its decode or its next prefill chunk, oldest first."""
-        held, order = step.held, self.running
+        deferred, order = step.deferred, self.running
         if step.shares:
             order, paused = self._order(step, step.shares)
-            held = held | paused
+            deferred = deferred | paused
         position = 0
         while position < len(order) and step.tokens > 0:
             seq = order[position]
-            if seq.seq_id in held:
+            if seq.seq_id in deferred:
                 position += 1
                 continue
             num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, step.tokens)

@@ -12,6 +12,8 @@ from kvllm.sampling_params import SamplingParams
 
 PENDING = -1
 """In place of a token that a step in flight samples."""
+ExtraKeys = tuple[str | None, str | None]
+"""What parts a text's cache from that of another one with the same tokens: its salt, and its adapter's digest."""
 
 
 def fork_seed(seed: int, index: int) -> int:
@@ -179,8 +181,7 @@ class Sequence:
         return self.service_class.adapter
 
     @property
-    def origin(self) -> tuple[str | None, str | None]:
-        """What parts it from others of the same tokens: its salt, and the digest of its adapter."""
+    def extra_keys(self) -> ExtraKeys:
         return self.cache_salt, self.adapter.digest if self.adapter else None
 
     @property
@@ -260,9 +261,9 @@ class Sequence:
         """`num_tokens` more tokens are computed and their KV pairs stored."""
         self.logical_length += num_tokens
         self.cached_length += num_tokens
-        behind = self.logical_length - self.tail_start
-        if behind > 0:
-            self.uncompressed_tail += behind if behind < num_tokens else num_tokens
+        in_tail = self.logical_length - self.tail_start
+        if in_tail > 0:
+            self.uncompressed_tail += in_tail if in_tail < num_tokens else num_tokens
 
     @property
     def is_scored(self) -> bool:

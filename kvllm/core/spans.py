@@ -41,10 +41,10 @@ def kept_spans(compressions: Sequence[Region], logical_length: int) -> list[Span
 
 def _compress(spans: list[Span], cached: int, begin: int, end: int, kept: int) -> None:
     """Make one span of the KV pairs from index `begin` to `end` of a cache that has `cached`."""
-    behind = _take(spans, cached, end)
+    later = _take(spans, cached, end)
     covered = _take(spans, end, begin)
     spans.append(Span(covered[0].start, covered[-1].end, kept))
-    spans += behind
+    spans += later
 
 
 def _take(spans: list[Span], cached: int, index: int) -> list[Span]:

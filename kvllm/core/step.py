@@ -21,8 +21,8 @@ class Step:
         each sequence that ran when the step began.
     may_learn: whether a method that learns may learn from the step's next compression.
     shares: of the tenants; None if all unfinished sequences are alike.
-    held: ids of running sequences that compute nothing, because they wait to be compressed first. blocked: whether one
-        of these waits for blocks: others share its region, and the pool has no room for its survivors.
+    deferred: ids of running sequences that compute nothing, because they wait to be compressed first.
+    blocked: whether one of these waits for blocks: others share its region, and the pool has no room for its survivors.
     has_preempted: whether a sequence was preempted.
     missing_blocks: that the first waiting sequence lacks; of the last step that looked, until this one does.
     """
@@ -31,8 +31,8 @@ class Step:
         "blocked",
         "decode_tokens",
         "decoding",
+        "deferred",
         "has_preempted",
-        "held",
         "may_learn",
         "missing_blocks",
         "plan",
@@ -52,7 +52,7 @@ class Step:
         self.verifying: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.shares: Shares | None = None
-        self.held = set[int]()
+        self.deferred = set[int]()
         self.blocked = False
         self.has_preempted = False
 

@@ -75,7 +75,7 @@ class TenantAdmission:
         needed = self.admission.needed_blocks(seq, self.admission.match_prefix(seq))
         if not shares.is_entitled(seq, needed):
             return None
-        if candidates and candidates[0].seq_id not in step.held:  # the oldest grows, or it would lose all
+        if candidates and candidates[0].seq_id not in step.deferred:  # the oldest grows, or it would lose all
             num_tokens = self.admission.chunk(candidates[0], len(self.batch.running))
             needed += self.blocks.blocks_to_append(candidates[0], num_tokens)
         return needed + seq.forks_pending

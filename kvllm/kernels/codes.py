@@ -5,9 +5,6 @@ word of 32 bits that holds its scale; the bytes of one head in one block are the
 words. Codes of rotated vectors are read as others are: who launches a kernel rotates what it gives and takes.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -43,7 +40,7 @@ def _bits(element_ty: tl.dtype) -> int:
 
 
 @triton.jit
-def code_places(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def code_offsets(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Where the codes of vectors begin in a layer, in bytes, and their words, in words; `slots` are those in blocks."""
     BITS: tl.constexpr = _bits(cache.dtype.element_ty)
     CODES: tl.constexpr = HEAD_DIM * BITS // 8

@@ -1,8 +1,5 @@
 """Move surviving KV pairs to the front of their region, in place, all layers in one launch."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

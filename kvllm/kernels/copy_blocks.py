@@ -1,8 +1,5 @@
 """Copy whole blocks of the paged cache, all layers, keys and values."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

@@ -1,8 +1,5 @@
 """Attention of sequences with one query token over their paged caches; programs share out the segments of KV pairs."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,16 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.score_windows import KeptScores, window_of
 from kvllm.kernels.tiles import (
-    LOG2_E,
     SEGMENT,
     add_sinks,
     attend_tile,
     decode_rows,
     evicted_range,
+    kv_offsets,
     kv_pairs_per_tile,
-    kv_places,
     merge,
     stages,
     warps,
@@ -225,14 +222,14 @@ def _attend_segments(
             exists = kv_index < length
             if WINDOW:
                 exists = exists & (kv_index >= oldest)
-            places = kv_places(
+            offsets = kv_offsets(
                 keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
             scores, maximum, total, weighted = attend_tile(
                 query,
                 keys,
                 values,
-                places,
+                offsets,
                 exists,
                 exists[None, :],
                 scale,
@@ -296,15 +293,15 @@ def _merge_segments(
     total = tl.where(exists, 0.0, 1.0)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
-    held_segments = tl.cdiv(length, size)
-    for first_segment in range(_oldest(length, WINDOW) // size, held_segments, MERGED):
+    used_segments = tl.cdiv(length, size)
+    for first_segment in range(_oldest(length, WINDOW) // size, used_segments, MERGED):
         for i in tl.static_range(MERGED):  # their reads need not wait for each other
-            held = exists & (first_segment + i < held_segments)
+            used = exists & (first_segment + i < used_segments)
             partial = first_partial + first_segment + i
-            later_maximum = tl.load(partial_maximum + partial, mask=held, other=float("-inf"))
-            later_total = tl.load(partial_total + partial, mask=held, other=0.0)
-            places = partial[:, None] * HEAD_DIM + channel[None, :]
-            later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
+            later_maximum = tl.load(partial_maximum + partial, mask=used, other=float("-inf"))
+            later_total = tl.load(partial_total + partial, mask=used, other=0.0)
+            partial_offsets = partial[:, None] * HEAD_DIM + channel[None, :]
+            later_weighted = tl.load(partial_weighted + partial_offsets, mask=mask & used[:, None], other=0.0)
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
     if SINKS:
         maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
@@ -317,77 +314,52 @@ def _merge_segments(
 
 
 def paged_decode(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    last_kv_index: torch.Tensor,
-    block_tables: torch.Tensor,
-    packed_len: torch.Tensor | None,
-    head_lengths: torch.Tensor | None,
-    scale: float,
-    partials: Partials,
-    observed: Observed | None,
-    kept: KeptScores | None,
-    output: torch.Tensor,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    inputs: LayerInputs, partials: Partials, observed: Observed | None, kept: KeptScores | None, output: torch.Tensor
 ) -> None:
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
-    queries: `[T, query_heads, head_dim]`, the heads of a token contiguous. keys, values: one layer of the cache,
-        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype, or quantized.
-    query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
-        `[S, kv_heads]`.
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
     kept: where the scores of windows are written, if these are wanted; not beside `observed`.
-    output: contiguous, the shape and dtype of `queries`.
-    window, soft_cap: as in LayerAttention; a window neither beside `packed_len` nor beside `observed` or `kept`. sinks:
-        as in `AttentionBackend.run`.
+    output: contiguous, the shape and dtype of the queries.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
     """
-    num_heads, head_dim = queries.shape[1:]
-    _, kv_heads, block_size, _ = keys.shape
-    group = num_heads // kv_heads
-    rows = decode_rows(group)
-    num_sequences, num_segments = query_start_loc.shape[0] - 1, partials.total.shape[2]
+    queries, sinks = inputs.queries, inputs.sinks
+    _, kv_heads, block_size, _ = inputs.keys.shape
+    head_dim = queries.shape[2]
+    rows = decode_rows(inputs.shape["GROUP"])
+    num_sequences, num_segments = inputs.query_start_loc.shape[0] - 1, partials.total.shape[2]
     wanted = observed or kept
     scores = wanted.scores if wanted else partials.total
-    lengths = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
     shape = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "CHANNELS": triton.next_power_of_2(head_dim),
+        **inputs.shape,
         "ROWS": rows,
         "SEGMENT": SEGMENT,
         "MAX_SEGMENTS": _MAX_SEGMENTS,
-        "RAGGED": packed_len is not None,
-        "WINDOW": window or 0,
+        "RAGGED": inputs.packed_len is not None,
+        "WINDOW": inputs.window or 0,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
     programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads))
     _attend_segments[(programs, kv_heads)](
         queries,
-        keys,
-        values,
-        query_start_loc,
-        last_kv_index,
-        block_tables,
-        *lengths,
-        scale * LOG2_E,
+        inputs.keys,
+        inputs.values,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        inputs.block_tables,
+        *inputs.lengths,
+        inputs.base_2_scale,
         partials.weighted,
         partials.maximum,
         partials.total,
         partials.first_segments,
         partials.sequences,
         scores,
-        kept.window_start if kept else last_kv_index,
+        kept.window_start if kept else inputs.last_kv_index,
         queries.stride(0),
         num_sequences,
-        block_tables.stride(0),
+        inputs.block_tables.stride(0),
         num_segments,
         scores.shape[2],
         BLOCK_SIZE=block_size,
@@ -395,15 +367,15 @@ def paged_decode(
         OBSERVED=scores is not partials.total,
         STRIDE=kept.stride if kept else 0,
         OVERLAP=kept.overlap if kept else 0,
-        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SOFT_CAP=inputs.base_2_soft_cap,
         num_stages=stages(head_dim),
         **shape,
     )
     _merge_segments[(num_sequences, kv_heads)](
         output,
-        query_start_loc,
-        last_kv_index,
-        *lengths,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        *inputs.lengths,
         partials.weighted,
         partials.maximum,
         partials.total,

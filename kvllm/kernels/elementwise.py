@@ -3,9 +3,6 @@
 Arithmetic and roundings are those of the torch functions in `kvllm.models.elementwise`.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

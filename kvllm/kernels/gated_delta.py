@@ -1,8 +1,5 @@
 """The short convolution and the gated delta rule, as `kvllm.models.gated_delta` defines them."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -124,9 +121,9 @@ def _change_states(
     key_head = head // (HEADS // KEY_HEADS)
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
     first = (tl.load(slots + sequence).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
-    places = states + first + index[:, None] * VALUE_DIM + column[None, :]
+    pointers = states + first + index[:, None] * VALUE_DIM + column[None, :]
     mask = (index < KEY_DIM)[:, None] & is_column[None, :]
-    state = tl.load(places, mask=mask, other=0.0)
+    state = tl.load(pointers, mask=mask, other=0.0)
     for token in range(begin, end):
         row = mixed + token * (2 * of_keys + HEADS * VALUE_DIM)
         query = _of_length_one(row + key_head * KEY_DIM, index, KEY_DIM) * scale
@@ -137,7 +134,7 @@ def _change_states(
         state += key[:, None] * change[None, :]
         found = tl.sum(query[:, None] * state, 0).to(out.dtype.element_ty)
         tl.store(out + (token * HEADS + head) * VALUE_DIM + column, found, mask=is_column)
-    tl.store(places, state, mask=mask)
+    tl.store(pointers, state, mask=mask)
 
 
 def gated_delta_rule(

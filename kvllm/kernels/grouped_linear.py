@@ -4,9 +4,6 @@ Rows lie sorted by expert. A program multiplies a tile of rows of one expert wit
 many tiles an expert has is on the device alone, so as many programs start as could be needed, and find their expert.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

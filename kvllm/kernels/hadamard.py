@@ -1,9 +1,6 @@
 """Rotation of vectors by a Hadamard matrix, as `kvllm.kvcache.hadamard` defines it: queries in front of the kernels
 that read rotated keys, and outputs after those that read rotated values."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -34,8 +31,8 @@ def _rotate_rows(rotated, vectors, token_stride, num_rows, HEADS: tl.constexpr, 
     """A program for ROWS vectors of SIZE channels."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel, mask = tl.arange(0, SIZE)[None, :], (row < num_rows)[:, None]
-    places = row // HEADS * token_stride + row % HEADS * SIZE
-    x = tl.load(vectors + places[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
+    offsets = row // HEADS * token_stride + row % HEADS * SIZE
+    x = tl.load(vectors + offsets[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
     tl.store(rotated + row[:, None] * SIZE + channel, rotate(x, ROWS, SIZE).to(rotated.dtype.element_ty), mask=mask)
 
 

@@ -1,8 +1,5 @@
 """How unlike the others the keys of a window are, read from the blocks of a cache."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.tiles import kv_places, load_vectors
+from kvllm.kernels.tiles import kv_offsets, load_vectors
 
 
 @triton.jit
@@ -29,8 +26,8 @@ def _unit_keys(
 ):
     """Keys of length 1, float32 `[keys, CHANNELS]`; those that do not exist are 0."""
     exists = key < num_keys
-    places, _ = kv_places(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    vectors = load_vectors(keys, places, exists, DTYPE, HEAD_DIM, CHANNELS).to(tl.float32)
+    offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    vectors = load_vectors(keys, offsets, exists, DTYPE, HEAD_DIM, CHANNELS).to(tl.float32)
     if CHANNELS != HEAD_DIM:  # where codes of 4 bits are read, channels after the last are not 0
         vectors = tl.where((tl.arange(0, CHANNELS) < HEAD_DIM)[None, :], vectors, 0.0)
     lengths = tl.sqrt(tl.sum(vectors * vectors, 1))
@@ -63,11 +60,11 @@ def _compare_to_mean(
         unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, KV_HEADS, BLOCK_SIZE, HEAD_DIM, CHANNELS)
         mean += tl.sum(unit, 0) / num_keys
     anchor = mean / tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), 1e-12)
-    place = scores + (window.to(tl.int64) * KV_HEADS + head) * num_keys
+    row = scores + (window.to(tl.int64) * KV_HEADS + head) * num_keys
     for begin in range(0, num_keys, TILE):
         key = begin + tl.arange(0, TILE)
         unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, KV_HEADS, BLOCK_SIZE, HEAD_DIM, CHANNELS)
-        tl.store(place + key, -tl.sum(unit * anchor[None, :], 1), mask=key < num_keys)
+        tl.store(row + key, -tl.sum(unit * anchor[None, :], 1), mask=key < num_keys)
 
 
 def key_differences(

@@ -1,8 +1,5 @@
 """Attention mass: the probabilities of a step, added to what the KV pairs have received so far (H2O)."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +7,8 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.decode import Observed
-from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
+from kvllm.kernels.layer_inputs import LayerInputs
+from kvllm.kernels.tiles import bounded, kv_offsets, load_vectors
 
 # Programs for each KV head of a sequence, at most.
 _PROGRAMS = 32
@@ -85,8 +83,8 @@ def _add_of_chunks(
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
-        places, _ = kv_places(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        tile_keys = load_vectors(keys, places, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
+        offsets, _ = kv_offsets(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
         added = tl.zeros([ROWS, TILE], tl.float32)
         for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):
             token = first_token + (begin_row + tl.arange(0, ROWS)) // GROUP
@@ -103,69 +101,55 @@ def _add_of_chunks(
         tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + tl.sum(added, 0), mask=exists)
 
 
-def add_mass(
-    mass: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    last_kv_index: torch.Tensor,
-    block_tables: torch.Tensor,
-    table_slots: torch.Tensor,
-    scale: float,
-    observed: Observed,
-    soft_cap: float | None = None,
-) -> None:
+def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_slots: torch.Tensor) -> None:
     """Add to the mass of each KV pair what all query tokens attended to it, summed over the query heads of a KV head.
 
+    observed: as `paged_decode` and `paged_prefill` left it for this layer and for all query tokens, where all heads
+        hold the same KV pairs.
     mass: of this layer, contiguous float32 `[table slots, kv_heads, max_kv_pairs]`. table_slots: int32 `[S]`, the slot
-        of each sequence, no two the same. observed: as `paged_decode` and `paged_prefill` left it for this layer and
-        for all query tokens, where all heads hold the same KV pairs. The other arguments are those of `paged_decode`.
+        of each sequence, no two the same.
 
     Source: H2O (Zhang et al., arXiv 2306.14048). The order of a sum depends on the query tokens of its sequence alone.
     """
-    num_tokens, num_heads, head_dim = queries.shape
-    _, kv_heads, block_size, _ = keys.shape
-    group = num_heads // kv_heads
+    queries, shape = inputs.queries, inputs.shape
+    kv_heads = shape["KV_HEADS"]
     num_sequences, max_scores = observed.scores.shape[0], observed.scores.shape[2]
     _add_of_decodes[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, 256)))](
         mass,
         observed.scores,
         observed.totals,
-        query_start_loc,
-        last_kv_index,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
         table_slots,
         max_scores,
         mass.shape[2],
         KV_HEADS=kv_heads,
-        GROUP=group,
-        ROWS=triton.next_power_of_2(group),
+        GROUP=shape["GROUP"],
+        ROWS=triton.next_power_of_2(shape["GROUP"]),
         TILE=256,
         num_warps=4,
     )
-    if num_tokens == num_sequences:
+    if len(queries) == num_sequences:
         return
     tile = 32 if queries.dtype == torch.float32 else 64
     _add_of_chunks[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, tile)))](
         mass,
         queries,
-        keys,
+        inputs.keys,
         observed.totals,
-        query_start_loc,
-        last_kv_index,
-        block_tables,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        inputs.block_tables,
         table_slots,
-        scale * LOG2_E,
+        inputs.base_2_scale,
         queries.stride(0),
-        block_tables.stride(0),
+        inputs.block_tables.stride(0),
         mass.shape[2],
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        CHANNELS=triton.next_power_of_2(head_dim),
+        **shape,
+        BLOCK_SIZE=inputs.keys.shape[2],
         ROWS=tile,
         TILE=tile,
-        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
-        num_warps=4 if head_dim <= 128 else 8,
+        SOFT_CAP=inputs.base_2_soft_cap,
+        num_warps=4 if shape["HEAD_DIM"] <= 128 else 8,
         num_stages=2,
     )

@@ -1,8 +1,5 @@
 """Attention of sequences with several query tokens over their paged caches: prompt chunks, recomputed queries."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -10,8 +7,9 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.decode import Observed
+from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
-from kvllm.kernels.tiles import LOG2_E, SEGMENT, add_sinks, attend_tile, evicted_range, kv_places, merge
+from kvllm.kernels.tiles import SEGMENT, add_sinks, attend_tile, evicted_range, kv_offsets, merge
 
 
 @triton.jit
@@ -44,14 +42,14 @@ def _attend_kv_pairs(
     for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
-        places = kv_places(
+        offsets = kv_offsets(
             keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
         )
         visible = kv_index[None, :] < length[:, None]
         if WINDOW:
             visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
         _, maximum, total, weighted = attend_tile(
-            query, keys, values, places, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
+            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
         )
     return maximum, total, weighted
 
@@ -176,61 +174,40 @@ def _attend_chunks(
     tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
 
-def paged_prefill(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    last_kv_index: torch.Tensor,
-    block_tables: torch.Tensor,
-    packed_len: torch.Tensor | None,
-    head_lengths: torch.Tensor | None,
-    scale: float,
-    tiles: PrefillTiles,
-    observed: Observed | None,
-    output: torch.Tensor,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed | None, output: torch.Tensor) -> None:
     """Attention of the sequences that have two query tokens or more; those of others are left alone in `output`.
 
-    tiles: of the same batch and cache. The other arguments are those of `decode.paged_decode`.
+    tiles: of the same batch and cache. observed, output: as in `decode.paged_decode`.
 
     Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
     """
-    num_heads, head_dim = queries.shape[1:]
-    _, kv_heads, block_size, _ = keys.shape
-    group = num_heads // kv_heads
-    _attend_chunks[(kv_heads, len(tiles.order))](
+    queries, sinks, shape = inputs.queries, inputs.sinks, inputs.shape
+    _attend_chunks[(shape["KV_HEADS"], len(tiles.order))](
         output,
         queries,
-        *tiles.sources(keys, values),
-        query_start_loc,
-        last_kv_index,
-        block_tables,
-        *((packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)),
+        *tiles.sources(inputs.keys, inputs.values),
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        inputs.block_tables,
+        *inputs.lengths,
         observed.totals if observed else output,
         output if sinks is None else sinks,
         tiles.order,
-        scale * LOG2_E,
+        inputs.base_2_scale,
         queries.stride(0),
-        block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        CHANNELS=triton.next_power_of_2(head_dim),
+        inputs.block_tables.stride(0),
+        **shape,
+        BLOCK_SIZE=inputs.keys.shape[2],
         ROWS=tiles.rows,
-        QUERIES=tiles.rows // group,
+        QUERIES=tiles.rows // shape["GROUP"],
         TILE=tiles.kv_pairs,
         SEGMENT=SEGMENT,
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         BOXES=tiles.boxes,
-        RAGGED=packed_len is not None,
+        RAGGED=inputs.packed_len is not None,
         OBSERVED=observed is not None,
-        WINDOW=window or 0,
-        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        WINDOW=inputs.window or 0,
+        SOFT_CAP=inputs.base_2_soft_cap,
         SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -4,8 +4,6 @@ Only tiles at the end of what a query attends, or at the border of a window, are
 tile of keys is one copy by the tensor memory accelerator (TMA), if a block has room for a whole one.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvllm.kernels.capability import has_boxes, multiplies_from_memory
-from kvllm.kernels.tiles import bounded, decode_rows, kv_pairs_per_tile, kv_places, load_vectors, stages, warps
+from kvllm.kernels.tiles import bounded, decode_rows, kv_offsets, kv_pairs_per_tile, load_vectors, stages, warps
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def longest_first(query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, to
 @triton.jit
 def _load_tile(
     cache,
-    places,
+    offsets,
     exists,
     dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -130,11 +128,11 @@ def _load_tile(
 ):
     """Keys or values `[TILE, CHANNELS]`; if CLEARED, those that do not exist are 0."""
     if BOXES:
-        vectors = cache.load([places, 0])
+        vectors = cache.load([offsets, 0])
         if CLEARED:
             vectors = tl.where(exists[:, None], vectors, 0.0)
     else:
-        vectors = load_vectors(cache, places, exists, dtype, HEAD_DIM, CHANNELS)
+        vectors = load_vectors(cache, offsets, exists, dtype, HEAD_DIM, CHANNELS)
     return vectors
 
 
@@ -175,13 +173,13 @@ def _attend_range(
         exists = (kv_index >= oldest) & (kv_index < newest) if MASKED else tl.full([TILE], True, tl.int1)
         if BOXES:  # the end of a tile is in the block of its beginning
             block = tl.load(table + start // BLOCK_SIZE)
-            key_places = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
-            value_places = key_places
+            key_offsets = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
+            value_offsets = key_offsets
         else:
-            key_places, value_places = kv_places(
+            key_offsets, value_offsets = kv_offsets(
                 keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
-        tile_keys = _load_tile(keys, key_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
+        tile_keys = _load_tile(keys, key_offsets, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
         scores = tl.dot(query, tl.trans(tile_keys))
         if SOFT_CAP != 0:
             scores = bounded(scores * scale, SOFT_CAP)
@@ -197,7 +195,7 @@ def _attend_range(
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
         shrink = tl.exp2(maximum - shift)
         weights = tl.exp2(scores * factor - shift[:, None])
-        tile_values = _load_tile(values, value_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
+        tile_values = _load_tile(values, value_offsets, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
         weighted = tl.dot(weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None])
         total = total * shrink + tl.sum(weights, 1)
         maximum = new_maximum
@@ -232,16 +230,22 @@ def attend_16_bits(
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-    inner_begin = 0  # tiles from here to `inner_end` are attended whole by every query
-    if WINDOW:
-        inner_begin = tl.cdiv(tl.maximum(newest - WINDOW, 0), TILE) * TILE
+    # Tiles from `inner_begin` to `inner_end` are attended whole by every query.
+    inner_begin = tl.cdiv(tl.maximum(newest - WINDOW, 0), TILE) * TILE if WINDOW else 0
+    inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
+    for part in tl.static_range(0 if WINDOW else 1, 3):
+        begin, end = inner_end, newest
+        if part == 0:
+            begin, end = oldest // TILE * TILE, tl.minimum(inner_begin, newest)
+        elif part == 1:
+            begin, end = inner_begin, inner_end
         maximum, total, weighted = _attend_range(
             query,
             keys,
             values,
             table,
-            oldest // TILE * TILE,
-            tl.minimum(inner_begin, newest),
+            begin,
+            end,
             oldest,
             newest,
             length,
@@ -260,60 +264,6 @@ def attend_16_bits(
             BOXES,
             WINDOW,
             SOFT_CAP,
-            True,
+            part != 1,
         )
-    inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
-    maximum, total, weighted = _attend_range(
-        query,
-        keys,
-        values,
-        table,
-        inner_begin,
-        inner_end,
-        oldest,
-        newest,
-        length,
-        head,
-        evicted_begin,
-        num_evicted,
-        scale,
-        maximum,
-        total,
-        weighted,
-        KV_HEADS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        CHANNELS,
-        TILE,
-        BOXES,
-        WINDOW,
-        SOFT_CAP,
-        False,
-    )
-    return _attend_range(
-        query,
-        keys,
-        values,
-        table,
-        inner_end,
-        newest,
-        oldest,
-        newest,
-        length,
-        head,
-        evicted_begin,
-        num_evicted,
-        scale,
-        maximum,
-        total,
-        weighted,
-        KV_HEADS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        CHANNELS,
-        TILE,
-        BOXES,
-        WINDOW,
-        SOFT_CAP,
-        True,
-    )
+    return maximum, total, weighted

@@ -12,9 +12,6 @@ between two of them. From the second pass on only the keys of that range are rea
 Source of the search with many thresholds at a time, and of its goal: the pivots of FlashInfer (arXiv 2501.01005).
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,22 +33,22 @@ _COARSE, _COMPACT, _FINE = (tl.constexpr(kind) for kind in range(3))  # the kind
 
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "span"])
-def _find_maxima(maxima, places, logits, row_stride, vocab, span, TILE: tl.constexpr):
+def _find_maxima(maxima, tokens, logits, row_stride, vocab, span, TILE: tl.constexpr):
     """The largest logit of a span, NaN if it has one, and the first token with that logit."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     highest = tl.full([TILE], float("-inf"), tl.float32)
-    place = tl.zeros([TILE], tl.int32)
+    best = tl.zeros([TILE], tl.int32)
     is_nan = tl.zeros([TILE], tl.int32)
     for begin in range(split * span, tl.minimum(split * span + span, vocab), TILE):
         token = begin + tl.arange(0, TILE)
         logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        place = tl.where(logit > highest, token, place)
+        best = tl.where(logit > highest, token, best)
         highest = tl.where(logit > highest, logit, highest)
         is_nan |= (logit != logit).to(tl.int32)
     maximum = tl.max(highest, 0)
-    first = tl.min(tl.where(highest == maximum, place, vocab), 0)
+    first = tl.min(tl.where(highest == maximum, best, vocab), 0)
     tl.store(maxima + row * splits + split, tl.where(tl.max(is_nan, 0) > 0, float("nan"), maximum))
-    tl.store(places + row * splits + split, first)
+    tl.store(tokens + row * splits + split, first)
 
 
 @triton.jit
@@ -63,12 +60,12 @@ def _maximum_of(maxima, row, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _choose(chosen, maxima, places, SPLITS: tl.constexpr):
+def _choose(chosen, maxima, tokens, SPLITS: tl.constexpr):
     """The first token with a row's largest logit, -1 if that is not finite."""
     row = tl.program_id(0).to(tl.int64)
     split = row * SPLITS + tl.arange(0, SPLITS)
     maximum = _maximum_of(maxima, row, SPLITS)
-    first = tl.min(tl.where(tl.load(maxima + split) == maximum, tl.load(places + split), 0x7FFFFFFF), 0)
+    first = tl.min(tl.where(tl.load(maxima + split) == maximum, tl.load(tokens + split), 0x7FFFFFFF), 0)
     tl.store(chosen + row, tl.where(tl.abs(maximum) < float("inf"), first, -1).to(tl.int64))
 
 
@@ -120,8 +117,8 @@ def _narrowed(
     """The range of keys that a pass leaves: its first key and the one after its last; the sum of all keys before it,
     and how much is needed. ranges, sums: those of the pass."""
     way = tl.arange(0, WAYS)
-    places = (row * SPLITS + tl.arange(0, SPLITS))[:, None] * WAYS + way[None, :]
-    lighter = tl.sum(tl.load(sums + places), 0)
+    offsets = (row * SPLITS + tl.arange(0, SPLITS))[:, None] * WAYS + way[None, :]
+    lighter = tl.sum(tl.load(sums + offsets), 0)
     if PASS == _COARSE:
         low, high = tl.full((), 0, tl.int64), tl.full((), _END, tl.int64)
         # No key lies below the first threshold, so what stands there is the sum of all.
@@ -206,12 +203,12 @@ def _search(
     lighter = tl.zeros([WAYS, TILE], tl.int64)
     kept = 0
     for start in range(begin, end, TILE):
-        place = start + tl.arange(0, TILE)[None, :]  # of two dimensions, which the thresholds make necessary below
+        index = start + tl.arange(0, TILE)[None, :]  # of two dimensions, which the thresholds make necessary below
         if PASS == _FINE:
-            key = tl.load(candidates + row * vocab + place, mask=place < end, other=0x7F800000)
+            key = tl.load(candidates + row * vocab + index, mask=index < end, other=0x7F800000)
         else:
-            key = _keys(of_row, place, end, maximum, temperature)
-        inside = (key >= low) & (place < end)
+            key = _keys(of_row, index, end, maximum, temperature)
+        inside = (key >= low) & (index < end)
         if PASS != _COARSE:
             inside = inside & (key < high)
         if PASS == _COMPACT:
@@ -339,7 +336,7 @@ class Maxima:
     """
 
     values: torch.Tensor
-    places: torch.Tensor
+    tokens: torch.Tensor
     span: int
 
     @staticmethod
@@ -353,14 +350,14 @@ class Maxima:
             span,
         )
         _find_maxima[(rows, splits)](
-            maxima.values, maxima.places, logits, logits.stride(0), vocab, span, TILE=_TILE, num_warps=4
+            maxima.values, maxima.tokens, logits, logits.stride(0), vocab, span, TILE=_TILE, num_warps=4
         )
         return maxima
 
     def most_likely(self) -> torch.Tensor:
         """The first token with the largest logit of each row, -1 where that is not finite: int64 `[R]`."""
         chosen = torch.empty(len(self.values), dtype=torch.int64, device=self.values.device)
-        _choose[(len(chosen),)](chosen, self.values, self.places, SPLITS=self.values.shape[1], num_warps=1)
+        _choose[(len(chosen),)](chosen, self.values, self.tokens, SPLITS=self.values.shape[1], num_warps=1)
         return chosen
 
 

@@ -1,8 +1,5 @@
 """Scores of KV pairs that are added up while queries pass by (see `kvllm.attention.base.ScoreWindows`)."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from kvllm.kernels.layer_inputs import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ def _add_window(
         probability = tl.exp2(tile - shift[:, None]) / total[:, None]
         added = tl.sum(probability * probability if SQUARED else probability, 0)
         blocks = tl.load(table + (begin + pair) // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        places = (blocks * KV_HEADS + head) * BLOCK_SIZE + (begin + pair) % BLOCK_SIZE
-        before = tl.load(scores + places, mask=exists & (begin + pair != index), other=0.0)
-        tl.store(scores + places, before + added, mask=exists)
+        offsets = (blocks * KV_HEADS + head) * BLOCK_SIZE + (begin + pair) % BLOCK_SIZE
+        before = tl.load(scores + offsets, mask=exists & (begin + pair != index), other=0.0)
+        tl.store(scores + offsets, before + added, mask=exists)
 
 
 @triton.jit(do_not_specialize=["table_stride", "kept_width"])
@@ -126,16 +125,16 @@ def _add_windows(
     sink = 0.0
     if SINKS:
         sink = tl.load(sinks + query_head, mask=member, other=float("-inf")) * 1.4426950408889634
-    if earliest < window:
+    for begin in range(earliest, window + 1, STRIDE):  # the window before, where it overlaps, and the last one
         _add_window(
             scores,
             table,
-            rows,
+            rows + (begin - earliest),
             sink,
             member,
             head,
-            earliest,
-            NUM_SCORED,
+            begin,
+            tl.minimum(index - begin + 1, NUM_SCORED),
             index,
             KV_HEADS,
             BLOCK_SIZE,
@@ -144,53 +143,26 @@ def _add_windows(
             SQUARED,
             SINKS,
         )
-    count = tl.minimum(index - window + 1, NUM_SCORED)
-    of_window = rows + (window - earliest)
-    _add_window(
-        scores,
-        table,
-        of_window,
-        sink,
-        member,
-        head,
-        window,
-        count,
-        index,
-        KV_HEADS,
-        BLOCK_SIZE,
-        ROWS,
-        TILE,
-        SQUARED,
-        SINKS,
-    )
 
 
-def add_windows(
-    scores: torch.Tensor,
-    kept: KeptScores,
-    query_start_loc: torch.Tensor,
-    last_kv_index: torch.Tensor,
-    block_tables: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def add_windows(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> None:
     """Add what sequences with one query token give the KV pairs of their windows.
 
-    scores: of this layer, contiguous float32 `[blocks, kv_heads, block_size]`. kept: as `paged_decode` left it for this
-        layer. The other arguments are those of `paged_decode`.
+    kept: as `paged_decode` left it for this layer. scores: of this layer, contiguous float32
+        `[blocks, kv_heads, block_size]`.
     """
+    sinks, group = inputs.sinks, inputs.shape["GROUP"]
     _, kv_heads, block_size = scores.shape
-    num_sequences, num_heads, width = kept.scores.shape
-    group = num_heads // kv_heads
-    _add_windows[(num_sequences, kv_heads)](
+    _add_windows[(kept.scores.shape[0], kv_heads)](
         scores,
         kept.scores,
-        query_start_loc,
-        last_kv_index,
-        block_tables,
+        inputs.query_start_loc,
+        inputs.last_kv_index,
+        inputs.block_tables,
         kept.window_start,
         kept.scores if sinks is None else sinks,
-        block_tables.stride(0),
-        width,
+        inputs.block_tables.stride(0),
+        kept.scores.shape[2],
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,

@@ -1,8 +1,5 @@
 """Scores of a window: attention mass of its keys, or its squares, in two passes, without storing the matrix."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.capability import multiplies_from_memory
-from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets, load_vectors
 
 
 @triton.jit
@@ -57,12 +54,12 @@ def _load_keys(
     has `window` for each sequence."""
     exists = key < num_keys
     if BLOCK_SIZE == 0:
-        offsets = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
-        places = (offsets, offsets)
+        elements = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
+        offsets = (elements, elements)
     else:
         table = tables + sequence * window
-        places, _ = kv_places(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    return load_vectors(keys, places, exists, dtype, HEAD_DIM, CHANNELS)
+        offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    return load_vectors(keys, offsets, exists, dtype, HEAD_DIM, CHANNELS)
 
 
 @triton.jit
@@ -154,9 +151,9 @@ def _row_softmax(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
         maximum = new_maximum
-    place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens) + row
-    tl.store(maxima + place, maximum, mask=row < GROUP * num_tokens)
-    tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_tokens)
+    offset = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens) + row
+    tl.store(maxima + offset, maximum, mask=row < GROUP * num_tokens)
+    tl.store(inverses + offset, 1.0 / total, mask=row < GROUP * num_tokens)
 
 
 @triton.jit(
@@ -206,7 +203,7 @@ def _column_sums(
         HEAD_DIM,
         CHANNELS,
     )
-    first_place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
+    first_offset = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
     sums = tl.zeros([ROWS, KEYS], tl.float32)
     for begin in range(0, GROUP * num_tokens, ROWS):
         row = begin + tl.arange(0, ROWS)
@@ -224,16 +221,16 @@ def _column_sums(
             CHANNELS,
         )
         exists = row < GROUP * num_tokens
-        maximum = tl.load(maxima + first_place + row, mask=exists, other=0.0)
-        inverse = tl.load(inverses + first_place + row, mask=exists, other=0.0)
+        maximum = tl.load(maxima + first_offset + row, mask=exists, other=0.0)
+        inverse = tl.load(inverses + first_offset + row, mask=exists, other=0.0)
         scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
         probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
         if MASKED:
             last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
             probabilities = tl.where(key[None, :] <= last[:, None], probabilities, 0.0)
         sums += probabilities * probabilities if SQUARED else probabilities
-    place = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
-    tl.store(mass + place, tl.sum(sums, 0), mask=key < num_keys)
+    offset = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
+    tl.store(mass + offset, tl.sum(sums, 0), mask=key < num_keys)
 
 
 def _tiles(dtype: torch.dtype, head_dim: int, *, plain: bool) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,15 +1,12 @@
 """Write keys and values of new tokens into the paged cache."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.codes import code_places, store_codes
+from kvllm.kernels.codes import code_offsets, store_codes
 
 
 @triton.jit
@@ -58,10 +55,10 @@ def _store_codes(
     slot = tl.load(slots + token)
     if slot < 0:
         return
-    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    codes, words = code_places(key_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    codes, words = code_offsets(key_cache, block, offset, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     store_codes(key_cache, codes, words, keys + token * key_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS, ROTATED)
-    codes, words = code_places(value_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    codes, words = code_offsets(value_cache, block, offset, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     store_codes(value_cache, codes, words, values + token * value_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS, ROTATED)
 
 

@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: the place of a KV pair, one tile of online softmax, the merge of two segments.
+"""Parts of the attention kernels: the offset of a KV pair, one tile of online softmax, the merge of two segments.
 
 A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
 within a segment of SEGMENT pairs (a multiple of that in a decode over more than 32,768), then the segments, ascending.
@@ -9,16 +9,13 @@ The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttenti
 and Flash-Decoding (Dao et al., 2023) for the segments.
 """
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.codes import code_places, load_codes
+from kvllm.kernels.codes import code_offsets, load_codes
 
 SEGMENT = 512
 LOG2_E = 1.4426950408889634
@@ -54,7 +51,7 @@ def evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constex
 
 
 @triton.jit
-def kv_places(
+def kv_offsets(
     keys,
     values,
     table,
@@ -72,35 +69,35 @@ def kv_places(
 
     In elements; in a quantized cache, those of codes, and of words.
     """
-    places = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
-    blocks = tl.load(table + places // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    cache_index = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
+    blocks = tl.load(table + cache_index // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     if keys.dtype.element_ty.primitive_bitwidth == 8:
-        offsets, words = code_places(keys, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        offsets, words = code_offsets(keys, blocks, cache_index % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     else:
-        offsets = (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+        offsets = (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (cache_index % BLOCK_SIZE) * HEAD_DIM
         words = offsets
     if keys.dtype.element_ty == values.dtype.element_ty:
         value_offsets, value_words = offsets, words
     else:
-        value_offsets, value_words = code_places(
-            values, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+        value_offsets, value_words = code_offsets(
+            values, blocks, cache_index % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM
         )
     return (offsets, words), (value_offsets, value_words)
 
 
 @triton.jit
-def load_vectors(cache, places, exists, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Keys or values at `places`, `[pairs, CHANNELS]` of `dtype`.
+def load_vectors(cache, offsets, exists, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Keys or values at `offsets`, `[pairs, CHANNELS]` of `dtype`.
 
     Those that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
     """
-    offsets, words = places
+    elements, words = offsets
     if cache.dtype.element_ty.primitive_bitwidth == 8:
-        vectors = load_codes(cache, offsets, words, exists, HEAD_DIM, CHANNELS).to(dtype)
+        vectors = load_codes(cache, elements, words, exists, HEAD_DIM, CHANNELS).to(dtype)
     else:
         channel = tl.arange(0, CHANNELS)
         mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-        vectors = tl.load(cache + (offsets[:, None] + channel[None, :]), mask=mask, other=0.0)
+        vectors = tl.load(cache + (elements[:, None] + channel[None, :]), mask=mask, other=0.0)
     return vectors
 
 
@@ -118,7 +115,7 @@ def attend_tile(
     queries,
     keys,
     values,
-    places,
+    offsets,
     exists,
     visible,
     scale,
@@ -131,12 +128,12 @@ def attend_tile(
 ):
     """Add one tile of KV pairs to the softmax of `queries` `[rows, CHANNELS]`.
 
-    places: as `kv_places` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
+    offsets: as `kv_offsets` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
     query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
     `[rows]`) and of weighted values (float32 `[rows, CHANNELS]`).
     """
-    key_places, value_places = places
-    tile_keys = load_vectors(keys, key_places, exists, queries.dtype, HEAD_DIM, CHANNELS)
+    key_offsets, value_offsets = offsets
+    tile_keys = load_vectors(keys, key_offsets, exists, queries.dtype, HEAD_DIM, CHANNELS)
     scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
     scores = bounded(scores, SOFT_CAP)
     scores = tl.where(visible, scores, float("-inf"))
@@ -144,7 +141,7 @@ def attend_tile(
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
-    tile_values = load_vectors(values, value_places, exists, queries.dtype, HEAD_DIM, CHANNELS)
+    tile_values = load_vectors(values, value_offsets, exists, queries.dtype, HEAD_DIM, CHANNELS)
     weighted = tl.dot(
         weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
     )

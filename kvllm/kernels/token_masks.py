@@ -1,8 +1,5 @@
 """Make tokens impossible that are not in a row's set."""
 
-# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -14,11 +11,11 @@ _TILE = 4096
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "num_words"])
 def _forbid_tile(logits, rows, words, row_stride, vocab, num_words, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    word = tl.load(words + place * num_words + token // 32, mask=token < vocab, other=-1)
+    word = tl.load(words + index * num_words + token // 32, mask=token < vocab, other=-1)
     is_allowed = (word >> (token % 32)) & 1
-    of_row = logits + tl.load(rows + place) * row_stride
+    of_row = logits + tl.load(rows + index) * row_stride
     tl.store(of_row + token, float("-inf"), mask=(token < vocab) & (is_allowed == 0))
 
 

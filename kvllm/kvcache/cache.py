@@ -97,6 +97,10 @@ class Plane:
         """The inverse of `encode`, `[..., head_dim]` of `dtype`: what quantization lost stays lost."""
         return (self.codec.dequantize(*parts) if self.codec else parts[0]).to(dtype)
 
+    def norms(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Lengths of vectors in the parts, float32 `[...]`. A rotation leaves them as they are."""
+        return self.codec.norms(*parts) if self.codec else torch.linalg.vector_norm(parts[0].float(), dim=-1)
+
 
 class PagedKVCache:
     """Keys (after RoPE) and values of all layers, addressed by block id. What a block holds of a layer is of no meaning

@@ -23,8 +23,8 @@ def region_indices(kept: torch.Tensor, window: int, overlap: int, tail: int) -> 
     parts.append(kept[:, -1] + (num_windows - 1) * stride)
     if tail:
         end = (num_windows - 1) * stride + window
-        behind = torch.arange(end, end + tail, device=kept.device)
-        parts.append(behind.expand(kept.shape[0], kept.shape[2], tail))
+        tail_slots = torch.arange(end, end + tail, device=kept.device)
+        parts.append(tail_slots.expand(kept.shape[0], kept.shape[2], tail))
     return torch.cat(parts, dim=-1)
 
 

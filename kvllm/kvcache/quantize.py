@@ -22,11 +22,13 @@ class Codec:
 
     storage: the dtype of keys, or values, of this format in a cache. It tells the format to operators and kernels, and
         is as large as an element of it; what the bytes mean is the format's business.
+    norms: the lengths of vectors, float32 `[...]`.
     """
 
     storage: torch.dtype
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    norms: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def codec(vector_format: VectorFormat) -> Codec:
@@ -107,20 +109,37 @@ def _dequantize_int4(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return _channels_of_bytes(codes) * scale + zero
 
 
+def _norms_int4(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """By sums of the codes and of their squares: they need not come into the order of channels."""
+    scale, zero = words.contiguous().view(torch.bfloat16).float().unbind(-1)
+    halves = (codes & 15).float(), (codes >> 4).float()
+    squares = sum(torch.linalg.vector_norm(half, dim=-1).square() for half in halves)
+    total = sum(half.sum(-1) for half in halves)
+    return (scale.square() * squares + 2 * scale * zero * total + 2 * codes.shape[-1] * zero.square()).clamp(0).sqrt()
+
+
+def _plain(
+    storage: torch.dtype,
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Codec:
+    return Codec(storage, quantize, dequantize, lambda *vectors: torch.linalg.vector_norm(dequantize(*vectors), dim=-1))
+
+
 def _rotated(storage: torch.dtype, plain: Codec) -> Codec:
     """The codec of vectors times a Hadamard matrix."""
 
     def dequantize(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         return hadamard(plain.dequantize(codes, words))
 
-    return Codec(storage, lambda vectors: plain.quantize(hadamard(vectors)), dequantize)
+    return Codec(storage, lambda vectors: plain.quantize(hadamard(vectors)), dequantize, plain.norms)
 
 
-INT6 = Codec(torch.float8_e5m2, _quantize_int6, _dequantize_int6)
-INT4 = Codec(torch.uint8, _quantize_int4, _dequantize_int4)
+INT6 = _plain(torch.float8_e5m2, _quantize_int6, _dequantize_int6)
+INT4 = Codec(torch.uint8, _quantize_int4, _dequantize_int4, _norms_int4)
 CODECS = {
-    "fp8_e4m3": Codec(torch.float8_e4m3fn, _quantize_fp8, _dequantize_fp8),
-    "int8": Codec(torch.int8, _quantize_int8, _dequantize_int8),
+    "fp8_e4m3": _plain(torch.float8_e4m3fn, _quantize_fp8, _dequantize_fp8),
+    "int8": _plain(torch.int8, _quantize_int8, _dequantize_int8),
     "int6": INT6,
     "int4": INT4,
     "int6_hadamard": _rotated(torch.float8_e5m2fnuz, INT6),

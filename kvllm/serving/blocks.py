@@ -53,7 +53,7 @@ class BlockWriter:
         if part.reasoning:
             steps += self._write("reasoning", part.reasoning)
         if part.content:
-            own, self._held = _making(part.content, self._held, behind=part.reasoning)
+            own, self._held = _making(part.content, self._held, after=part.reasoning)
             steps += self._write("text", part.content, own)
         if part.tool_calls or (part.reasoning and not part.content):
             self._held = []
@@ -83,12 +83,10 @@ class BlockWriter:
         return [*steps, BlockStep("delta", block, text, logprobs)] if text else steps
 
 
-def _making(
-    text: str, tokens: Sequence[TokenLogprob], behind: str
-) -> tuple[Sequence[TokenLogprob], list[TokenLogprob]]:
-    """Those of some tokens that make a text, and those that come after it. behind: what they make before."""
+def _making(text: str, tokens: Sequence[TokenLogprob], after: str) -> tuple[Sequence[TokenLogprob], list[TokenLogprob]]:
+    """Those of some tokens that make a text, and those that come after it. after: what they make before."""
     made = b"".join(bytes(token.bytes) for token in tokens)
-    begin = made.find(text.encode(), max(0, made.find(behind.encode())) + len(behind.encode()))
+    begin = made.find(text.encode(), max(0, made.find(after.encode())) + len(after.encode()))
     if begin < 0:  # a character that could not be decoded
         return tokens, []
     places = list(accumulate((len(token.bytes) for token in tokens), initial=0))

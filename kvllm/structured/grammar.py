@@ -139,13 +139,13 @@ def _with_enforceable_schemas(lark: str) -> tuple[str, list[str]]:
         if not found[0].startswith("%json"):
             continue
         try:
-            schema, behind = json.JSONDecoder().raw_decode(lark, end)
+            schema, end_of_schema = json.JSONDecoder().raw_decode(lark, end)
         except ValueError:  # the compiler says more
             continue
         if isinstance(schema, dict):
             not_enforced += enforceable(schema)
             parts += [lark[begin:end], json.dumps(schema)]
-            begin = end = behind
+            begin = end = end_of_schema
     return "".join([*parts, lark[begin:]]), not_enforced
 
 

@@ -67,7 +67,9 @@ class Selector:
         self.select = select or self.method
         self.score: Callable[..., torch.Tensor] = (select or self.method).score
         self.choose = self.method.choose
-        self.reads_blocks = config.spec.reads_blocks and worker.operations.reads_blocks
+        self.copies_keys = config.spec.keys == "copied" or (
+            config.spec.keys == "paged" and not worker.operations.reads_blocks
+        )
         self.repeats = config.spec.repeats
         self.options = config.options
         self.block_size = self.cache.shape.block_size
@@ -129,7 +131,7 @@ class Selector:
         if self.method.by_layer:
             return 1
         shape = self.cache.shape
-        kinds = (not self.reads_blocks) + ("values" in self.method.arguments)
+        kinds = self.copies_keys + (not self.method.arguments.isdisjoint(("values", "value_norms")))
         if not kinds:
             return max(1, MAX_SCORE_BYTES // (4 * num_pairs * shape.num_kv_heads))
         layer_bytes = num_pairs * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * kinds
@@ -304,13 +306,15 @@ class _Pass:
         }
         if "values" in selector.method.arguments:
             inputs["values"] = selector.operations.gather_values(layers, windows.tables, windows.size)
+        if "value_norms" in selector.method.arguments:
+            inputs["value_norms"] = selector.operations.value_norms(layers, windows.tables, windows.size)
         for feature in selector.features:
             inputs |= feature.method_inputs(layers, windows)
         return inputs
 
     def _keys(self, layers: Sequence[int], windows: PartWindows) -> Keys:
         operations, shape = self.selector.operations, self.selector.cache.shape
-        if not self.selector.reads_blocks:
+        if self.selector.copies_keys:
             return operations.gather_keys(layers, windows.tables, windows.size)
         blocks = [operations.keys[layer] for layer in layers]
         return PagedKeys(blocks, windows.tables, windows.size, shape.head_dim, shape.dtype, rotated=shape.rotated)

@@ -91,9 +91,9 @@ class BlockTables:
     def replace(self, table_slot: int, first: int, count: int, blocks: list[int]) -> None:
         """Blocks `first .. first + count` become `blocks` (not more); what follows them moves up."""
         table = self.table[table_slot]
-        behind = table[first + count : self.num_blocks[table_slot]].copy()
+        tail = table[first + count : self.num_blocks[table_slot]].copy()
         table[first : first + len(blocks)] = blocks
-        table[first + len(blocks) : first + len(blocks) + len(behind)] = behind
+        table[first + len(blocks) : first + len(blocks) + len(tail)] = tail
         self.num_blocks[table_slot] += len(blocks) - count
         self.num_replacements += 1
 
@@ -163,13 +163,13 @@ class PartTables:
             tables.copy(parent, child)
 
     def advance(self, table_slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """As many more tokens of each sequence are computed. Tables drop the blocks after the next token's window."""
+        """As many more tokens of each sequence are computed. Tables drop blocks that windows have passed."""
         self.logical[table_slots] += num_tokens
         if not len(self.windows):
             return
-        behind = self.logical[table_slots] + 1 - self.windows - self.dropped[self.full_parts :, table_slots]
-        for part, index in np.argwhere(behind >= self.block_size):
-            self.parts[self.full_parts + part].slide(table_slots[index], behind[part, index] // self.block_size)
+        passed = self.logical[table_slots] + 1 - self.windows - self.dropped[self.full_parts :, table_slots]
+        for part, index in np.argwhere(passed >= self.block_size):
+            self.parts[self.full_parts + part].slide(table_slots[index], passed[part, index] // self.block_size)
 
     def kv_lengths(self, table_slots: np.ndarray) -> np.ndarray:
         """As of BlockTables, in each part: int64 `[parts, S]`."""

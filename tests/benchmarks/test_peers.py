@@ -107,7 +107,7 @@ def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
 def test_a_child_drops_kv_pairs_in_a_small_pool(tiny, tmp_path):
     model = load_model_config(tiny)
     requests = workloads.random_requests(random.Random(0), [(24, 200)] * 3, model.vocab_size)
-    job = peers.make_job("kvllm-kara_sharp", tiny, tiny, model, requests, pool_fraction=0.5)
+    job = peers.make_job("kvllm-compression", tiny, tiny, model, requests, pool_fraction=0.5)
     run = msgspec.convert(call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120), peers.Run)
     assert run.output_tokens_per_s == pytest.approx(600 / run.seconds)
     assert "KV pool of 10 blocks of 32 tokens" in (tmp_path / "log").read_text()  # half of 3 * 7
@@ -160,10 +160,10 @@ def test_ratios_are_taken_within_a_round_and_between_weights_of_one_format():
 
 
 def test_kvllm_that_drops_pairs_is_compared_with_all_peers_and_with_itself():
-    runs = recorded() | {"kvllm-kara_sharp": [make_run(150)] * 3, "openvino-evicts": [make_run(125)] * 3}
+    runs = recorded() | {"kvllm-compression": [make_run(150)] * 3, "openvino-evicts": [make_run(125)] * 3}
     assert peers.ratios(runs)["openvino-evicts"]["median"] == pytest.approx(1.2)
     assert peers.eviction_ratios(runs) == {
-        "kvllm-kara_sharp": pytest.approx({"median": 1.25, "min": 150 / 130, "max": 2.5})
+        "kvllm-compression": pytest.approx({"median": 1.25, "min": 150 / 130, "max": 2.5})
     }
 
 
@@ -295,9 +295,9 @@ def test_a_gguf_file_is_for_engines_that_load_it(tiny, tmp_path):
 
 
 def test_a_small_pool_is_for_engines_that_have_one():
-    assert not {"kvllm-kara_sharp", "openvino-evicts"} & set(peers.parse_arguments([]).engines)
+    assert not {"kvllm-compression", "openvino-evicts"} & set(peers.parse_arguments([]).engines)
     small = peers.parse_arguments(["--pool-fraction", "0.5"]).engines
-    assert {"kvllm", "kvllm-kara_sharp", "openvino", "openvino-evicts"} <= set(small)
+    assert {"kvllm", "kvllm-compression", "openvino", "openvino-evicts"} <= set(small)
     assert "llama.cpp" not in small
 
 

@@ -7,25 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import prefix_tiers, swap
+from benchmarks import prefix_tiers
 from benchmarks.common import shapes
 from benchmarks.paper import simulated_tables
 from kvllm.errors import ConfigError
-
-
-@pytest.mark.long
-def test_swap_computes_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--requests", "3", "--input-len", "24", "--output-len", "40", "--pool-fraction", "0.6", "--repeats", "1"]
-    swap.benchmark([*sizes, "--lengths", "48", "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "swap.json").read_text())
-    runs = {mode: each[0] for mode, each in found["runs"].items()}
-    assert list(runs) == ["never", "always", "auto"]
-    assert all(run["preemptions"] > 0 and run["output_tokens"] == 120 for run in runs.values())
-    assert runs["never"]["tokens_recomputed"] > 0 == runs["never"]["swapped_out"]
-    assert runs["always"]["swapped_out"] == runs["always"]["preemptions"]
-    (alone,) = found["alone"]
-    assert alone["bytes"] == 2 * 3 * 12 * 2 * 2 * 16 * 64 * 2 and alone["again_ms"] > 0 < alone["swapped_ms"]
-    assert "sequences swapped" in capsys.readouterr().out
 
 
 @pytest.mark.long  # five processes

@@ -28,7 +28,7 @@ def windows_of(seed: int, count: int) -> dict[str, Any]:
     return {
         "queries": torch.randn(count, HEADS, LENGTH, WIDTH, generator=generator) * 2,
         "keys": torch.randn(count, KV_HEADS, LENGTH, WIDTH, generator=generator),
-        "values": torch.randn(count, KV_HEADS, LENGTH, WIDTH, generator=generator),
+        "value_norms": torch.rand(count, KV_HEADS, LENGTH, generator=generator),
         "last_positions": [LENGTH - 1 + 7 * i for i in range(count)],
     }
 
@@ -53,10 +53,9 @@ def some(windows: dict[str, Any], rows: slice) -> dict[str, Any]:
 def literal_features(windows: dict[str, Any], window: int, head: int) -> np.ndarray:
     """`[KV pairs in front of the buffer, features]` in float64, rotations taken back by complex numbers."""
     keys = windows["keys"][window, head].double().numpy()
-    values = windows["values"][window, head].double().numpy()
     positions = windows["last_positions"][window] - LENGTH + 1 + np.arange(LENGTH)
     turned = pairs(keys) * np.exp(-1j * np.outer(positions, FREQUENCIES.double().numpy()))
-    lengths, places = np.linalg.norm(values, axis=1), np.arange(LENGTH) / (LENGTH - 1)
+    lengths, places = windows["value_norms"][window, head].double().numpy(), np.arange(LENGTH) / (LENGTH - 1)
     rows = np.column_stack((halves(turned), abs(turned), lengths, places))
     return rows[: LENGTH - BUFFER]
 

@@ -49,6 +49,11 @@ def values_of(keys):
     return (3 * keys.detach().cpu().float()).cos().to(keys)
 
 
+def norms_of(keys):
+    """Lengths of these values."""
+    return values_of(keys).float().norm(dim=-1)
+
+
 def frequencies_of(keys):
     """The rotary embedding's, as for most models."""
     return (100.0 ** -torch.linspace(0, 1, keys.shape[3] // 2 + 1)[:-1]).to(keys.device)
@@ -113,6 +118,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "received": heavy,
         "fits": [fit_of(keys)],
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
+        "value_norms": norms_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
@@ -355,6 +361,7 @@ def test_layers_together_keep_what_each_keeps_alone(name):
         places = [place_of(i, 384) for i in range(windows)] * len(of_layers)
         offered = {
             "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
+            "value_norms": norms_of(keys[rows]),
             "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
             "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
             "ages": ages_of(keys[rows]),
@@ -415,7 +422,12 @@ def test_misuse_is_reported(name):
 def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
-    options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
+    options |= {
+        "last_positions": [19, 19],
+        "values": torch.zeros(*heavy.shape, 8),
+        "value_norms": heavy,
+        "frequencies": torch.ones(4),
+    }
     options |= {"statistics": statistics_of(4, 8), "received": heavy}
     options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8), "observed": heavy, "ages": heavy[:, 0] + 1}
     if METHODS[name].spec.observable and not METHODS[name].spec.reselects:

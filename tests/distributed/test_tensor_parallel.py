@@ -7,7 +7,6 @@ real runners in threads of this process, where it can be seen.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import random
@@ -28,8 +27,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from benchmarks import worker_faults
-from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
+from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.config import LayerGroup
 from kvllm.core.protocol import TransferReport
@@ -396,26 +394,6 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
     assert [output.outputs[0].token_ids for output in outputs] == expected
     engine.scheduler.check()
     assert tokens(llm, prompts[:4], greedy(40)) == [found[:40] for found in expected[:4]]
-
-
-@pytest.mark.long
-def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, tmp_path, capsys, monkeypatch) -> None:
-    undisturbed = worker_faults.run_undisturbed
-
-    def wrong_once(*args: Any) -> list[RequestOutput]:
-        outputs = undisturbed(*args)
-        outputs[2].outputs[0].token_ids[-1] += 1
-        return outputs
-
-    monkeypatch.setattr(worker_faults, "run_undisturbed", wrong_once)
-    arguments = ["--model", str(checkpoints["qwen3"]), "--tensor-parallel-size", "1", "--output", str(tmp_path)]
-    with pytest.raises(KvLLMError, match="^1 requests have other tokens"):
-        worker_faults.run_faults([*arguments, "--faults", "2", "--requests", "4", "--output-len", "300"])
-    content = json.loads((tmp_path / "worker_faults.json").read_text())
-    assert content["requests_with_the_same_tokens"] == 3 and len(content["faults"]) == 2
-    for fault in content["faults"]:
-        assert 0 < fault["noticed_seconds"] < fault["restarted_seconds"] < fault["resumed_seconds"]
-    assert "3 of 4 requests have the tokens" in capsys.readouterr().out
 
 
 def test_a_heartbeat_alone_is_no_progress() -> None:

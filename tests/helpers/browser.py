@@ -17,26 +17,30 @@ EXECUTABLES = {
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "firefox": ("firefox-esr", "firefox"),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "chromium": {"args": ["--no-sandbox"]},
-    # A stock Firefox, over WebDriver BiDi, which emulates no media: dark and without motion in all tests.
-    "firefox": {
-        "channel": "moz-firefox",
-        "firefox_user_prefs": {"ui.systemUsesDarkTheme": 1, "ui.prefersReducedMotion": 1},
-    },
+# A stock Firefox, over WebDriver BiDi, which emulates no media: it is without motion, dark (or light) and with the
+# scrollbars of a phone in all tests.
+FIREFOX = {
+    "ui.prefersReducedMotion": 1,
+    "ui.useOverlayScrollbars": 1,
+    "widget.gtk.overlay-scrollbars.enabled": True,
 }
 BROWSERS = ("chromium", pytest.param("firefox", marks=pytest.mark.long))
 
 
 @contextmanager
 def open_browser(name: str = "chromium") -> Iterator[Browser]:
-    """Chromium or Firefox without a window; skips the test where there is none."""
+    """Chromium or Firefox ("firefox", "firefox light") without a window; skips the test where there is none."""
+    name, _, theme = name.partition(" ")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     executable = next(filter(None, map(shutil.which, EXECUTABLES[name])), None)
     if executable is None:
         pytest.skip(f"needs a browser: one of {', '.join(EXECUTABLES[name])}")
+    prefs = {**FIREFOX, "ui.systemUsesDarkTheme": int(theme != "light")}
     with playwright.sync_playwright() as driver:
-        browser = getattr(driver, name).launch(executable_path=executable, **OPTIONS[name])
+        if name == "firefox":
+            browser = driver.firefox.launch(executable_path=executable, channel="moz-firefox", firefox_user_prefs=prefs)
+        else:
+            browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -480,7 +480,8 @@ class Expected:
             evicted_mask, index = region < 0, region.clamp(min=0)
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
             options |= {"starts": [event.start], "last_positions": [int(region[0, -1])]}
-            options |= {"values": self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()}
+            values = self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()
+            options |= {"values": values, "value_norms": values.norm(dim=-1)}
             options |= {"frequencies": self.decoder.frequencies, "softmax": self.decoder.softmax(layer)}
             options |= self.config.options
             if "statistics" in self.method.arguments:

@@ -461,7 +461,7 @@ def methods_choose_the_same_from_keys_in_blocks() -> None:
         gathered = [operations.gather_keys([layer], tables, 90) for layer in range(2)]
         queries, offsets = randn(2, 6, 10, head_dim, dtype=dtype), torch.arange(8, 90, 9)
         for name, method in METHODS.items():
-            if not method.spec.reads_blocks:
+            if method.spec.keys != "paged" and not method.spec.reselects:
                 continue
             layers = 1 if method.spec.queries != "none" else 2
             options = {"retain": 32, "buffer": 8, "chunk_budget": 6, "max_chunk": 4, "query_offsets": offsets}
@@ -470,7 +470,7 @@ def methods_choose_the_same_from_keys_in_blocks() -> None:
             given = queries if layers == 1 else None
             if method.spec.reselects:  # which reads no keys
                 sums = {"observed": randn(4, 2, 82).square(), "ages": torch.full((4, 90), 9.0)}
-                options |= sums | {"values": copies}
+                options |= sums | {"value_norms": copies.float().norm(dim=-1)}
             assert torch.equal(method(given, paged, **options), method(given, copies, **options)), name
         found = keydiff.scores(PagedKeys(blocks, tables, 90, head_dim, dtype))
         torch.testing.assert_close(found, keydiff.scores(torch.cat(gathered)), rtol=1e-5, atol=1e-6)
@@ -574,7 +574,7 @@ def generate_tokens(
         runner.forward_pass.use_graphs(lambda step: step, runner.cache.num_blocks)
     if in_blocks:
         assert runner.compressor
-        runner.compressor.selector.reads_blocks = True
+        runner.compressor.selector.copies_keys = False
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = llm.generate([list(range(5, 45)), list(range(7, 20)), [9, 8]], params, use_tqdm=False)
     assert llm.stats().compression_events > 0 and bool(runner.forward_pass.graphs) == recorded

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops import registry
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.cpu import CpuOperations
@@ -187,3 +188,16 @@ def test_gathered_keys_and_values_are_those_of_the_blocks(part: str) -> None:
     for layer, sequence, index in np.ndindex(2, 2, 7):
         stored = getattr(cache, part)(layer)[tables[sequence, index // 4].item(), :, index % 4]
         assert torch.equal(found[2 * layer + sequence, :, index], stored)
+
+
+@pytest.mark.parametrize("name", [None, *KV_FORMATS])
+def test_norms_of_values_are_those_of_what_is_gathered(name: str | None) -> None:
+    """Few bits are not rotated for them."""
+    kv_format = KV_FORMATS[name] if name else None
+    cache = PagedKVCache(CacheShape(2, 2, 64, 4, torch.float32, kv_format=kv_format), 9)
+    values = torch.randn(2, 9, 2, 4, 64, generator=torch.Generator().manual_seed(0))
+    for part, encoded in zip(cache.planes[1].parts, cache.planes[1].encode(values), strict=True):
+        part.copy_(encoded)
+    operations, tables = make_operations(cache), torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
+    expected = operations.gather_values([0, 1], tables, 7).norm(dim=-1)
+    torch.testing.assert_close(operations.value_norms([0, 1], tables, 7), expected, rtol=1e-5, atol=1e-5)

@@ -312,7 +312,8 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
 REQUESTS = [(75, 10, 0), (46, 6, 0), (12, 20, 2)]
 """Tokens of a prompt and of its output, and the step at which the request arrives."""
 WINDOWS = [name for name, spec in SPECS.items() if not refusal(name, "standalone") and not spec.learns]
-READS_MORE_THAN_KEYS = [n for n in WINDOWS if not SPECS[n].reads_cache_alone or "values" in METHODS[n].arguments]
+OF_VALUES = {"values", "value_norms"}
+READS_MORE_THAN_KEYS = [n for n in WINDOWS if not SPECS[n].reads_cache_alone or OF_VALUES & METHODS[n].arguments]
 
 
 def assert_each_as_alone(

@@ -23,18 +23,13 @@ def select(
     evicted_mask: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head; the heads keep `retain` in the mean.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says; the heads keep `retain` in the mean.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. All heads of the layer:
-            a part of them decides differently.
-        retain: KV pairs kept of the C by a head in the mean, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
+        queries: those of the region's last KV pairs.
+        keys: of all heads of the layer: a part of them decides differently.
         capacity: the most KV pairs one head may keep, buffer included, at least `retain`.
-        evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
-            the buffer. They are neither attended to nor kept.
-        softmax: of the layer.
+        evicted_mask: as for `snapkv.select`.
 
     Returns:
         int64 `[S, Hkv, min(capacity, C)]`: ascending offsets in the region, then -1 in heads that keep fewer.

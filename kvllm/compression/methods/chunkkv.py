@@ -12,18 +12,12 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk: int = 10) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence, by SnapKV's scores without pooling.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says: whole chunks, the same in all heads.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. All heads of the layer:
-            a part of them decides differently.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
+        queries: those of the region's last KV pairs.
+        keys: of all heads of the layer: a part of them decides differently.
         chunk: KV pairs of a chunk. The last one may be shorter.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region, equal for all heads.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

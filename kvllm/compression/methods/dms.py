@@ -36,20 +36,11 @@ def select(
     frequencies: Tensor,
     gates: Gates,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: not used.
-        keys: `[layers * S, Hkv, C, d]`, rotated, of successive positions; of sequences in one layer after the other.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        values: `[layers * S, Hkv, C, d]`.
-        last_positions: for each row of `keys` the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
+        keys: `[layers * S, Hkv, C, d]`, of successive positions; of sequences in one layer after the other.
         gates: of the layers, for these KV heads.
-
-    Returns:
-        int64 `[layers * S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

@@ -31,33 +31,23 @@ def select(
     *,
     retain: int,
     buffer: int,
-    values: Tensor,
+    value_norms: Tensor,
     starts: Sequence[int],
     last_positions: Sequence[int],
     frequencies: Tensor,
     future: int = 512,
     sinks: int = 4,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head, by the region's last queries.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says, by the region's last queries.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        values: `[S, Hkv, C, d]`.
         starts: for each sequence the KV pairs of its cache in front of the region.
-        last_positions: for each sequence the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
         future: positions ahead over which queries are averaged.
         sinks: the first KV pairs of the cache, kept before all others.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    found = region_scores(queries, keys, buffer, values, starts, last_positions, frequencies, future, sinks)
+    found = region_scores(queries, keys, buffer, value_norms, starts, last_positions, frequencies, future, sinks)
     return choose(found, retain=retain, buffer=buffer)
 
 
@@ -66,7 +56,7 @@ def region_scores(
     queries: Tensor,
     keys: Tensor,
     buffer: int,
-    values: Tensor,
+    value_norms: Tensor,
     starts: Sequence[int],
     last_positions: Sequence[int],
     frequencies: Tensor,
@@ -81,7 +71,7 @@ def region_scores(
     check_queries(queries, keys)
     sequences = zip(queries, last_positions, strict=True)
     of_queries = [_gaussian(unrotate(*each, frequencies)) for each in sequences]
-    return _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    return _weighted_scores(keys, value_norms, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
 
 
 def select_calibrated(
@@ -90,7 +80,7 @@ def select_calibrated(
     *,
     retain: int,
     buffer: int,
-    values: Tensor,
+    value_norms: Tensor,
     starts: Sequence[int],
     last_positions: Sequence[int],
     frequencies: Tensor,
@@ -100,13 +90,13 @@ def select_calibrated(
 ) -> Tensor:
     """Choose KV pairs as `select` does, by the queries of a text. Arguments as there, but `queries` are not used.
 
-    keys, values, starts, last_positions: of sequences in one layer after the other.
+    keys, value_norms, starts, last_positions: of sequences in one layer after the other.
     statistics: of these layers, for the query heads of these KV heads.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     of_queries = [(statistics.mean, statistics.covariance)] * (len(keys) // len(statistics.mean))
-    found = _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    found = _weighted_scores(keys, value_norms, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
     return choose(found, retain=retain, buffer=buffer)
 
 
@@ -120,7 +110,7 @@ def _gaussian(queries: Tensor) -> Gaussian:
 
 def _weighted_scores(
     keys: Tensor,
-    values: Tensor,
+    value_norms: Tensor,
     of_queries: Sequence[Gaussian],
     starts: Sequence[int],
     last_positions: Sequence[int],
@@ -134,8 +124,7 @@ def _weighted_scores(
     of_queries: of each sequence.
     """
     num_seqs, num_scored = len(of_queries), keys.shape[2] - buffer
-    lengths = values.float().norm(dim=-1)
-    found = lengths.new_zeros(*keys.shape[:2], num_scored)
+    found = value_norms.new_zeros(*keys.shape[:2], num_scored)
     ahead = torch.arange(1, future + 1, device=keys.device)
     for i, (mean, covariance) in enumerate(of_queries):  # whose products must not depend on the others
         of_sequence = slice(i, None, num_seqs)  # in all layers
@@ -143,7 +132,7 @@ def _weighted_scores(
         cos, sin = mean_rotation(last_positions[i] + ahead, frequencies)
         # A product with a turned query is one with the key that is turned back.
         expected = scores(rotate(keys[of_sequence, :, first:], cos, -sin), mean, covariance)
-        found[of_sequence, :, first:] = (expected * lengths[of_sequence, :, first:])[:, :, : num_scored - first]
+        found[of_sequence, :, first:] = (expected * value_norms[of_sequence, :, first:])[:, :, : num_scored - first]
     return with_sinks(found, starts, sinks)
 
 

@@ -9,22 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
-
-    Args:
-        queries: not used: the mass holds what is known about them.
-        keys: `[S, Hkv, C, d]`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept; half of `retain` in the paper.
-        mass: float32 `[S, Hkv, C]`, accumulated attention.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
-    """
+def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
+    """Choose the KV pairs of a region to keep, as `registry.Method` says. The paper's `buffer` is half of `retain`."""
     if mass.shape != keys.shape[:3]:
         raise ValueError(f"mass {tuple(mass.shape)} must be [S, Hkv, C] for keys {tuple(keys.shape)}")
     if keeps_everything(keys, retain, buffer):

@@ -13,17 +13,7 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
-
-    Args:
-        queries: not used.
-        keys: `[S, Hkv, C, d]`, rotated.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept; 0 in the paper.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
-    """
+    """Choose the KV pairs of a region to keep, as `registry.Method` says. The paper's `buffer` is 0."""
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     of_all = scores(keys)

@@ -15,18 +15,9 @@ from kvllm.compression.region import everything, keeps_everything
 
 
 def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, received: Tensor) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
-    Args:
-        queries: not used.
-        keys: `[S, Hkv, C, d]`, rotated.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        received: float32 `[S, Hkv, C]`, the highest attention that the repeated text gave each KV pair, as
-            `kvllm.compression.repetition.attention_received` has it.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    received: as `kvllm.compression.repetition.attention_received` has it.
     """
     if received.shape != keys.shape[:3]:
         raise ValueError(f"received {tuple(received.shape)} must be [S, Hkv, C] for keys {tuple(keys.shape)}")

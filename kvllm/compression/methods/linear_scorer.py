@@ -29,34 +29,24 @@ def select(
     chunk_budget: int,
     max_chunk: int,
     query_offsets: Tensor,
-    values: Tensor,
+    value_norms: Tensor,
     last_positions: Sequence[int],
     frequencies: Tensor,
     fits: Sequence[LinearFit],
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a window to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose scores are learned from; or None,
-            where nothing is to be learned.
-        keys: `[S, Hkv, W, d]`, rotated, of successive positions; without queries, of sequences in one layer after the
-            other.
-        retain: KV pairs kept of the W; everything is kept if `retain >= W`.
-        buffer: the last KV pairs of the window, always kept.
+        queries: in one layer, as for `kara_sharp`, whose scores are learned from; or None, where nothing is to be
+            learned.
+        keys: of successive positions; without queries, of sequences in one layer after the other.
         chunk_budget, max_chunk: see `token2chunk`.
-        query_offsets: int64 `[query tokens]`, the offset of each in the window.
-        values: `[S, Hkv, W, d]`.
-        last_positions: for each row the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
         fits: of each layer, for these KV heads. That of a call with queries learns.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, W)]`: ascending offsets in the window.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    of_pairs = features(keys, values, last_positions, frequencies)[:, :, : keys.shape[2] - buffer]
+    of_pairs = features(keys, value_norms, last_positions, frequencies)[:, :, : keys.shape[2] - buffer]
     if queries is not None:
         fits[0].add(of_pairs, kara_sharp.scores(queries, keys, buffer, query_offsets, softmax))
     rows = of_pairs.chunk(len(fits))
@@ -71,7 +61,7 @@ def num_features(head_dim: int) -> int:
 
 
 @torch.no_grad()
-def features(keys: Tensor, values: Tensor, last_positions: Sequence[int], frequencies: Tensor) -> Tensor:
+def features(keys: Tensor, value_norms: Tensor, last_positions: Sequence[int], frequencies: Tensor) -> Tensor:
     """What is known of each KV pair without a query. Arguments as for `select`.
 
     Its key in front of the rotation, the lengths of the key's pairs of channels, the length of its value, and its place
@@ -81,6 +71,5 @@ def features(keys: Tensor, values: Tensor, last_positions: Sequence[int], freque
         float32 `[S, Hkv, W, num_features]`.
     """
     unrotated = torch.stack([unrotate(*each, frequencies) for each in zip(keys, last_positions, strict=True)])
-    lengths = values.float().norm(dim=-1, keepdim=True)
     places = torch.linspace(0, 1, keys.shape[2], device=keys.device).expand(*keys.shape[:3])[..., None]
-    return torch.cat((unrotated, pair_lengths(keys), lengths, places), dim=-1)
+    return torch.cat((unrotated, pair_lengths(keys), value_norms[..., None], places), dim=-1)

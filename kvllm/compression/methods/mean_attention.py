@@ -25,29 +25,18 @@ def select(
     buffer: int,
     observed: Tensor,
     ages: Tensor,
-    values: Tensor,
+    value_norms: Tensor,
     recent: int = RECENT.default,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: not used: the sums hold what is known about them.
-        keys: `[S, Hkv, C, d]`, of which only the shape matters.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        observed: float32 `[S, Hkv, C - buffer]`, squares of attention, added up over queries and the query heads of a
-            KV head.
-        ages: float32 `[S, C]`, how many queries each sum is of.
-        values: `[S, Hkv, C, d]`.
+        observed: squares of attention, added up over queries and the query heads of a KV head.
         recent: the last KV pairs of the region that are kept, too, but at most half of those that are.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     num_scored = keys.shape[2] - buffer
-    mean = observed / ages[:, None, :num_scored]
-    scores = mean * torch.linalg.vector_norm(values[:, :, :num_scored].float(), dim=-1).square()
+    scores = observed / ages[:, None, :num_scored] * value_norms[:, :, :num_scored].square()
     scores[..., num_scored - max(0, min(recent, retain // 2) - buffer) :] = torch.inf
     return with_buffer(top_indices(scores, retain - buffer), keys, buffer)

@@ -21,20 +21,13 @@ def select(
     evicted_mask: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep in one layer, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says; layers keep `retain` in the mean.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. C is the same in all
-            layers.
-        retain: KV pairs kept of the C in the mean over the layers, buffer included; everything is kept if
-            `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
+        queries: those of the region's last KV pairs.
+        keys: C is the same in all layers.
         capacity: the most KV pairs one layer may keep, buffer included (default: C).
-        layer: number of the layer among the `num_layers`, from 0.
-        evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
-            the buffer. They are neither attended to nor kept.
-        softmax: of the layer.
+        evicted_mask: as for `snapkv.select`.
 
     Returns:
         int64 `[S, Hkv, layer_budgets(...)[layer] + buffer]`: ascending offsets in the region.

@@ -15,18 +15,10 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 def select(
     queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, seeds: Sequence[int], layer: int
 ) -> Tensor:
-    """Keep KV pairs of a region by lot, independently for every KV head; the same ones on any device.
+    """Keep random KV pairs of a region, independently for every KV head; the same ones on any device.
 
-    Args:
-        queries: not used.
-        keys: `[S, Hkv, C, d]`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
-        seeds: one per sequence, at least 0. The same seed draws the same offsets of a region of the same length.
-        layer: makes the layers of a sequence differ.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    seeds: the same seed draws the same offsets of a region of the same length. layer: makes the layers of a sequence
+    differ.
     """
     num_seqs, num_kv_heads, length, _ = keys.shape
     if len(seeds) != num_seqs:

@@ -25,21 +25,13 @@ def select(
     strict_public: bool = True,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says, by the region's last queries.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
         mix: weight of the importance (lambda).
         kernel: see `importance`.
         threshold: see `redundancy`.
         strict_public: see `redundancy`.
-        softmax: of the layer.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything
 
 
-def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
-    """Keep the last `retain` KV pairs of a region, the `buffer` among them.
-
-    Args:
-        queries: not used.
-        keys: `[S, Hkv, C, d]`.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
-    """
+def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int) -> Tensor:
+    """Keep the last `retain` KV pairs of a region, the `buffer` among them."""
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     return everything(keys)[..., keys.shape[2] - retain :]

@@ -26,21 +26,13 @@ def select(
     evicted_mask: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says, by the region's last queries.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept.
         kernel: width of the pooling that smooths the scores, odd.
         pool: "average" or "max". "max" makes neighbours tie; the first of them wins.
         evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
             the buffer. They are neither attended to nor kept, as long as a head has `retain` others.
-        softmax: of the layer.
-
-    Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

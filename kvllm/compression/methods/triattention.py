@@ -33,21 +33,12 @@ def select(
     statistics: QueryStatistics,
     future: int = 65536,
 ) -> Tensor:
-    """Choose the KV pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, as `registry.Method` says.
 
     Args:
-        queries: not used: the statistics hold what is known about them.
-        keys: `[layers * S, Hkv, C, d]`, rotated, of sequences in one layer after the other; query head h reads KV head
-            `h // (Hq // Hkv)`.
-        retain: KV pairs kept of the C; everything is kept if `retain >= C`.
-        buffer: the last KV pairs of the region, always kept and never scored.
-        last_positions: for each row of `keys` the position of its last key.
-        frequencies: float32 `[d / 2]`, of the rotary embedding.
+        keys: `[layers * S, Hkv, C, d]`, of sequences in one layer after the other. The buffer is never scored.
         statistics: of the layers, for the query heads of these KV heads.
         future: the farthest position ahead; 1, 2, 4, 8 and so on up to it count alike.
-
-    Returns:
-        int64 `[layers * S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvllm.core.drafting.base import NO_DRAFT, Draft, Drafter
 from kvllm.core.drafting.index import RunIndex
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import ExtraKeys, Sequence
 
 SHORTEST = 3
 """Last tokens that have to stand elsewhere."""
@@ -14,8 +14,6 @@ LONGEST = 64
 MOST_TOKENS = 1 << 16
 """Of outputs of one cache salt: twice as many are remembered, then the older half is forgotten."""
 MOST_SALTS = 64
-Origin = tuple[str | None, str | None]
-"""As of a sequence: its salt, and its adapter."""
 
 
 class SuffixDrafter(Drafter):
@@ -25,14 +23,14 @@ class SuffixDrafter(Drafter):
 
     def __init__(self) -> None:
         self._own: dict[int, RunIndex] = {}
-        self._outputs: dict[Origin, list[RunIndex]] = {}  # of each origin the last two, by their last use
+        self._outputs: dict[ExtraKeys, list[RunIndex]] = {}  # of each the last two, by their last use
 
     def propose(self, seq: Sequence, most: int) -> Draft:
         own = self._own.get(seq.seq_id)
         if own is None:
             own = self._own[seq.seq_id] = RunIndex(SHORTEST)
         own.extend(seq.token_ids[len(own.token_ids) :])
-        best, found = NO_DRAFT, [own, *reversed(self._outputs.get(seq.origin, ()))]
+        best, found = NO_DRAFT, [own, *reversed(self._outputs.get(seq.extra_keys, ()))]
         for index in found:
             matched, place = index.longest(own.token_ids, LONGEST, is_own=index is own)
             if matched > best.matched and (token_ids := index.following(place, most)):
@@ -43,8 +41,8 @@ class SuffixDrafter(Drafter):
         own = self._own.pop(seq.seq_id, None)
         if own is None or not seq.num_generated:
             return
-        outputs = self._outputs.pop(seq.origin, None) or [RunIndex(SHORTEST)]
-        self._outputs[seq.origin] = outputs  # the last one that is forgotten
+        outputs = self._outputs.pop(seq.extra_keys, None) or [RunIndex(SHORTEST)]
+        self._outputs[seq.extra_keys] = outputs  # the last one that is forgotten
         if len(outputs[-1].token_ids) > MOST_TOKENS:
             outputs[:] = [outputs[-1], RunIndex(SHORTEST)]
         outputs[-1].extend(own.token_ids[seq.prompt_length :])

@@ -98,7 +98,7 @@ class Dispatcher:
         while found := self._next():
             tenant, replicas = found
             seq = self.waiting.take(tenant)
-            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.origin, replicas)
+            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.extra_keys, replicas)
             assert replica is not None
             self._place(replica, seq)
             if seq.metrics.scheduled_time is None:

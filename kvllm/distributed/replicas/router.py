@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvllm.config import require
 from kvllm.core.prefix_cache import block_hash, root_hash
+from kvllm.core.sequence import ExtraKeys
 
 FULLER = 0.25
 """A replica counts as clearly fuller than another one when its blocks in use exceed the other's by this share and by"""
@@ -61,19 +62,19 @@ class Router:
         self,
         token_ids: Sequence[int],
         num_sequences: int,
-        origin: tuple[str | None, str | None] = (None, None),
+        extra_keys: ExtraKeys = (None, None),
         replicas: list[int] | None = None,
     ) -> int | None:
         """Choose the replica for a request, and promise it the blocks. None: there is nothing to choose from.
 
         token_ids: the prompt and any output. num_sequences: completions that branch off from these.
-        origin: see Sequence. replicas: to choose from. Default: those that have room.
+        extra_keys: see Sequence. replicas: to choose from. Default: those that have room.
         """
         replicas = self.open_replicas() if replicas is None else replicas
         if not replicas:
             return None
         chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
-        hashes = self._hashes(token_ids, origin)
+        hashes = self._hashes(token_ids, extra_keys)
         home, hits = self._find(hashes)
         if home in replicas and (self.routing == "prefix" or not self._clearly_fuller(home, chosen, hits)):
             chosen = home
@@ -105,11 +106,11 @@ class Router:
         used, used_by_other = (self.num_blocks[i] - self.room[i] for i in (replica, other))
         return used > used_by_other * (1 + FULLER) + HIT_WEIGHT * hits
 
-    def _hashes(self, token_ids: Sequence[int], origin: tuple[str | None, str | None]) -> list[bytes]:
+    def _hashes(self, token_ids: Sequence[int], extra_keys: ExtraKeys) -> list[bytes]:
         """The hashes of the full blocks."""
         hashes: list[bytes] = []
         if self.shares_prefixes:
-            (salt, adapter), size = origin, self.block_size
+            (salt, adapter), size = extra_keys, self.block_size
             root = root_hash(salt, adapter=adapter)
             for end in range(size, len(token_ids) + 1, size):
                 hashes.append(block_hash(hashes[-1] if hashes else root, token_ids[end - size : end]))

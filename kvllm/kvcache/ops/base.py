@@ -84,6 +84,11 @@ class KVOperations(ABC):
         """Values; arguments and result as for `gather_keys`."""
         return self._gather(1, layers, block_tables, size, self.cache.shape.dtype)
 
+    def value_norms(self, layers: Sequence[int], block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        """Lengths of the values that `gather_values` finds: float32 `[layers * S, kv_heads, size]`."""
+        stored, places = self.cache.planes[1], self._places(layers)
+        return stored.norms([self._gather_slots(part[places], block_tables, size) for part in stored.parts])
+
     def gather_scores(self, layers: Sequence[int], block_tables: torch.Tensor, size: int) -> torch.Tensor:
         """The scores beside the keys that `gather_keys` finds: float32 `[layers * S, kv_heads, size]`."""
         assert self.cache.scores is not None

@@ -192,11 +192,11 @@ class TaggedParser(ToolParser):
         if tag is None:
             self._held = rest[len(text) :]
             return ""
-        behind = rest[place + len(tag) :]
+        after = rest[place + len(tag) :]
         if tag in self.dropped:
-            return rest[len(text) : place] + behind
+            return rest[len(text) : place] + after
         self._begin(rest[len(text) : place], tag)
-        return behind
+        return after
 
     def _begin(self, space: str, tag: str) -> None:
         self._state, self._before, self._call, self._is_named = State.CALL, space + tag, self._reader(tag), False

@@ -78,10 +78,10 @@ class KeptPairsReports(StepFeature):
             positions = torch.empty((*kept.shape[:2], 0), dtype=torch.int32)
         index = torch.arange(positions.shape[-1], move.end, dtype=torch.int32)
         positions = torch.cat((positions, (index + dropped).expand(*kept.shape[:2], -1)), dim=-1)
-        before, region, behind = positions.tensor_split((move.start, move.end), dim=-1)
+        before, region, after = positions.tensor_split((move.start, move.end), dim=-1)
         survivors = region.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -1)
         end = int(positions.max()) + 1
-        of_slot[move.layers[0]] = Known(move.layers, torch.cat((before, survivors, behind), dim=-1), end)
+        of_slot[move.layers[0]] = Known(move.layers, torch.cat((before, survivors, after), dim=-1), end)
         first, last = int(region[region >= 0].min()), int(region.max()) + 1
         earlier = self._changed.get(move.state.table_slot, (first, last))
         self._changed[move.state.table_slot] = min(first, earlier[0]), max(last, earlier[1])

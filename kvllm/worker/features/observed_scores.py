@@ -164,8 +164,8 @@ class ObservedScores(StepFeature):
         moved = self.scores[layer, source[offsets // self.block_size], head, offsets % self.block_size]
         if self.reselects:
             ages = to_device(self.ages(move.state, move.cached, job.size), device)
-            behind = move.cached - job.first_block * self.block_size - job.size
-            moved[..., : job.retain] *= (PRIOR + behind) / ages[offsets[..., : job.retain]]
+            later = move.cached - job.first_block * self.block_size - job.size
+            moved[..., : job.retain] *= (PRIOR + later) / ages[offsets[..., : job.retain]]
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
 
     def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
