@@ -465,6 +465,7 @@ class EngineArgs:
             swap=self.swap,
             speculation=self.speculation,
             max_loras=self.max_loras if self.enable_lora else 0,
+            max_lora_rank=self.max_lora_rank,
         )
 
     def _memory(self) -> int:
@@ -561,8 +562,8 @@ class EngineArgs:
         )
         allowed += " together choose what comes back: lower it"
         require(value <= heads or not self._engine_config(1, 2).recalls, field, value, allowed)
-        recurrent = model.recurrent.shared_out if model.recurrent else {}
-        for name, size in {"query heads": model.num_query_heads, **model.mlp_columns, **recurrent}.items():
+        sizes = {"query heads": model.num_query_heads, **model.mlp_columns, **model.recurrent_parts}
+        for name, size in sizes.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")
 
 

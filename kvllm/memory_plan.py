@@ -20,6 +20,7 @@ from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, full_groups, sl
 from kvllm.models.config import ModelConfig
 from kvllm.models.loader import empty_model
 from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.adapter_weights import adaptable_weights, adapter_bytes
 from kvllm.worker.build import DTYPES, draft_bytes_per_block, rank_cache_shape
 
 
@@ -54,6 +55,7 @@ class MemoryPlan:
     rank_weights_bytes, rank_block_bytes: of weights, and of one block, on each of `num_ranks` ranks.
     rank_state_bytes: of a sequence's state in recurrent layers there.
     draft_weights_bytes, draft_block_bytes: of the model that drafts, on the first rank, whose pool has as many blocks.
+    rank_adapter_bytes: on each rank, of as many adapters as may be in use.
     """
 
     model: ModelConfig
@@ -70,6 +72,7 @@ class MemoryPlan:
     rank_state_bytes: int
     draft_weights_bytes: int = 0
     draft_block_bytes: int = 0
+    rank_adapter_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -141,7 +144,7 @@ class MemoryPlan:
         Raises ConfigError if the weights leave no room for a block.
         """
         require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0, at most 1")
-        held = self.rank_weights_bytes + self.draft_weights_bytes
+        held = self.rank_weights_bytes + self.draft_weights_bytes + self.rank_adapter_bytes
         left = int(memory * utilization) - held
         weights = f"{held / 1e9:.1f} GB of weights lie on each of {self.num_ranks} ranks"
         require(left >= self.block_bytes, "gpu_memory", f"{memory / 1e9:g} GB", f"more: {weights}")
@@ -177,7 +180,7 @@ def plan_memory(
     model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1, draft: ModelConfig | None = None
 ) -> MemoryPlan:
     """The plan of a model whose weights have the type `dtype`, on so many tensor-parallel ranks. draft: a model that
-    drafts for it, in the same type.
+    drafts for it, in the same type. Adapters have the highest rank in all matrices.
 
     Raises ConfigError if the ranks cannot share the model out equally.
     """
@@ -203,6 +206,7 @@ def plan_memory(
         rank.bytes_per_block,
         rank.recurrent.bytes_per_sequence if rank.recurrent else 0,
         *of_draft,
+        config.max_loras * _adapter_bytes(model, dtype, num_ranks, config.max_lora_rank),
     )
 
 
@@ -225,6 +229,12 @@ def weights_bytes(model: ModelConfig, dtype: str, shard: Shard) -> int:
     decoder = empty_model(model, shard, DTYPES[dtype], torch.device("meta"), 1)
     numbers = sum(math.prod(weight.target.shape) for weight in decoder.weights().values())
     return numbers * DTYPES[dtype].itemsize
+
+
+def _adapter_bytes(model: ModelConfig, dtype: str, num_ranks: int, rank: int) -> int:
+    """Bytes of one adapter on each of so many ranks."""
+    decoder = empty_model(model, _FirstRank(num_ranks), DTYPES[dtype], torch.device("meta"), 1)
+    return adapter_bytes(adaptable_weights(decoder.weights()), rank, DTYPES[dtype])
 
 
 class _FirstRank(SingleRank):

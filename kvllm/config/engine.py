@@ -49,7 +49,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     async_scheduling: plan a step while the one before it is executed.
     enable_chunked_prefill: False lets a prompt that a step has room for wait until it is computed in one step.
     speculation: how tokens are drafted; None: they are not.
-    max_loras: most adapters that are in use at once; 0: none can be.
+    max_loras: most adapters that are in use at once; 0: none can be. max_lora_rank: the highest of theirs.
     max_logprobs: most tokens of which a request may ask for log probabilities at each position; -1 for all.
     """
 
@@ -79,6 +79,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     async_scheduling: bool = False
     enable_chunked_prefill: bool = True
     max_loras: int = 0
+    max_lora_rank: int = 16
     max_logprobs: int = 20
     speculation: SpeculativeConfig | None = None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvllm.config import EngineConfig, SpeculativeConfig, bounding, make_kv_groups, require
-from kvllm.engine_args import EngineArgs
+from kvllm.engine_args import SIZES, EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, READERS, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
 from kvllm.entrypoints.sizes import GIB, parse_bytes
@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)")
     add("--compression", default="none", metavar=SETTINGS, help="options of CompressionConfig (default: none)")
     add("--speculative-config", **READERS["speculative_config"], help="of what drafts, its memory is counted, too")
+    add("--enable-lora", action="store_true", help="count the memory of adapters, too")
+    add("--max-loras", type=int, default=1, metavar="N", help="adapters in use at once (default: 1)")
+    add("--max-lora-rank", type=int, default=16, metavar="R", help="their highest rank (default: 16)")
     add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
     add("--prompt-length", type=int, default=0, metavar="N", help="of these, the prompt, which windows leave whole")
     add("--num-sequences", type=int, default=1, metavar="M", help="sequences of that length (default: 1)")
@@ -61,6 +64,9 @@ def run(args: argparse.Namespace) -> None:
     compression = parse_compression(args.compression)
     if compression is not None:
         compression = resolve(compression, checkpoint_folder(path), windows, args.block_size)
+    for name in ("max_loras", "max_lora_rank"):
+        (smallest, largest), value = SIZES[name], getattr(args, name)
+        require(smallest <= value <= largest, name, value, f"between {smallest} and {largest}")
     config = EngineConfig(
         num_blocks=1,
         max_model_len=longest,
@@ -68,6 +74,8 @@ def run(args: argparse.Namespace) -> None:
         kv_cache_dtype=args.kv_cache_dtype,
         compression=compression,
         kv_groups=make_kv_groups(windows, compression),
+        max_loras=args.max_loras if args.enable_lora else 0,
+        max_lora_rank=args.max_lora_rank,
     )
     dtype, draft = resolve_dtype(args.dtype, model), _draft_config(args.speculative_config, model)
     plan = plan_memory(model, config, dtype, args.tensor_parallel_size, draft)
@@ -109,6 +117,8 @@ def figures(plan: MemoryPlan, length: int, args: argparse.Namespace) -> dict[str
         found["draft_bytes_per_token"] = plan.draft_block_bytes // plan.config.block_size
     if plan.rank_state_bytes:
         found["state_bytes_per_rank"] = plan.rank_state_bytes
+    if plan.rank_adapter_bytes:
+        found["adapter_bytes_per_rank"] = plan.rank_adapter_bytes
     if plan.compresses:
         found["compressed_kv_bytes"] = plan.compressed_kv_bytes(length, args.prompt_length, args.num_sequences)
     if args.gpu_memory is not None:
@@ -140,6 +150,9 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
     if plan.draft_block_bytes:
         weights, of_token = plan.draft_weights_bytes / GIB, plan.draft_block_bytes // plan.config.block_size
         yield f"what drafts: {weights:,.2f} GiB of weights, {of_token:,} bytes of a token in a pool as long"
+    if plan.rank_adapter_bytes:
+        most, rank = plan.config.max_loras, plan.config.max_lora_rank
+        yield f"adapters: {plan.rank_adapter_bytes / GIB:,.2f} GiB on each rank, {most} of rank {rank} in all matrices"
     yield ""
     yield f"{'layers':<10}{'number':>8}{'window':>10}{'bytes of a KV pair':>20}{'of a token':>14}"
     for kind in plan.layer_types:
@@ -148,7 +161,9 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
         yield f"{kind.name:<10}{kind.layers:>8}{window:>10}{plan.pair_bytes:>20,}{share:>14,}"
     if model.recurrent:
         state = f"a state of {plan.rank_state_bytes:,} bytes for each sequence on each rank"
-        yield f"{len(model.recurrent.indices)} other layers hold no KV pairs: they have {state}"
+        others = f"{len(model.recurrent.indices)} other layers hold no KV pairs: they have"
+        others = "all layers have, beside KV pairs," if model.mamba else others
+        yield f"{others} {state}"
     if plan.key_bytes != plan.value_bytes:
         yield f"of a KV pair, the key takes {plan.key_bytes:,} bytes and the value {plan.value_bytes:,}"
     yield ""

@@ -138,8 +138,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     text = "answer /tokenizer_info, which shows the chat template"
     add("--enable-tokenizer-info-endpoint", action="store_true", help=text)
     text = "adapters that requests may name as their model, with --enable-lora"
-    add("--lora-modules", nargs="+", metavar="NAME=PATH", help=text)
-    text = "let clients load adapters from any directory of this machine, and unload them (docs/serving.md)"
+    add("--lora-modules", nargs="+", metavar="NAME=PATH|ID", help=text)
+    text = "let clients load adapters from any directory of this machine or hub, and unload them (docs/serving.md)"
     add("--allow-runtime-lora-updating", action="store_true", help=text)
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
@@ -200,12 +200,12 @@ def _cors(args: argparse.Namespace) -> CorsOptions | None:
 
 
 def _lora_modules(given: Iterable[str]) -> dict[str, str]:
-    """The directories of adapters by name."""
+    """The directories, or ids, of adapters by name."""
     found: dict[str, str] = {}
     for text in given:
         name, _, path = text.partition("=")
         if not name or not path or name in found:
-            raise ConfigError(f"--lora-modules {text!r} is not allowed: NAME=PATH, each name once")
+            raise ConfigError(f"--lora-modules {text!r} is not allowed: NAME=PATH or NAME=ID, each name once")
         found[name] = path
     return found
 

@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +69,7 @@ class Snapshot:
     revision: ResolvedRevision
     folder: Path
     files: Mapping[str, RepoFile]
-    gguf: Quantization | None
+    gguf: Quantization | None = None
 
     @property
     def commit(self) -> str:
@@ -149,25 +149,40 @@ def open_snapshot(asked: HubId, revision: str | None, memory: Callable[[], int])
     Raises:
         CheckpointError: the model cannot be had, or has no weights that are read.
     """
+    repo, tag = asked
+    snapshot = _listed(repo, revision)
+    sizes = {name: file.size for name, file in snapshot.files.items()}
+    if tag is not None or not has_safetensors(sizes):
+        return replace(snapshot, gguf=_gguf(repo, tag, sizes, memory))
+    if "config.json" not in sizes:
+        raise CheckpointError(
+            f"{repo} has no config.json, but {some(sorted(sizes))}: give a repository in Hugging Face format"
+        )
+    snapshot.fetch(description(sizes))
+    return snapshot
+
+
+def fetch_files(asked: HubId, names: Collection[str]) -> Path:
+    """Some files of a repository's main branch, and no others, downloaded where they are not here: their folder.
+
+    Raises:
+        CheckpointError: they cannot be had.
+    """
+    snapshot = _listed(asked.repo, None)
+    if absent := [name for name in names if name not in snapshot.files]:
+        raise CheckpointError(f"{asked.repo} has no {some(absent)}, but {some(sorted(snapshot.files))}")
+    snapshot.fetch(names)
+    return snapshot.folder
+
+
+def _listed(repo: str, revision: str | None) -> Snapshot:
+    """A commit of a repository, of which nothing is downloaded but the list of its files. Raises CheckpointError."""
     from huggingface_hub import constants
 
-    repo, tag = asked
     with explained(repo, revision):
         resolved = _resolve(repo, revision)
         folder = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "snapshots", resolved.resolved)
-        files = _files(repo, resolved, folder)
-    sizes = {name: file.size for name, file in files.items()}
-    gguf = None
-    if tag is not None or not has_safetensors(sizes):
-        gguf = _gguf(repo, tag, sizes, memory)
-    snapshot = Snapshot(repo, resolved, folder, files, gguf)
-    if gguf is None:
-        if "config.json" not in files:
-            raise CheckpointError(
-                f"{repo} has no config.json, but {some(sorted(files))}: give a repository in Hugging Face format"
-            )
-        snapshot.fetch(description(files))
-    return snapshot
+        return Snapshot(repo, resolved, folder, _files(repo, resolved, folder))
 
 
 def _gguf(repo: str, tag: str | None, sizes: Mapping[str, int], memory: Callable[[], int]) -> Quantization:

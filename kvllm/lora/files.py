@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvllm.errors import RequestError
+from kvllm.errors import CheckpointError, RequestError
+from kvllm.files.hub import HubId, fetch_files, hub_id
 from kvllm.lora.request import Adapter, LoRARequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -98,14 +99,16 @@ class Adapters:
         self._shapes = shapes
         self._max_rank = max_rank
         self._known: dict[tuple[str, tuple[tuple[int, int], ...]], str] = {}
+        self._folders: dict[str, Path] = {}
         self._lock = Lock()
 
     def open(self, request: LoRARequest) -> Adapter:
-        """Check the files that a request names. The verdict is remembered until one of them is written again.
+        """Check the files that a request names, which come from a hub for an id. The verdict is remembered until one of
+        them is written again.
 
         Raises RequestError if files are missing or damaged, ask for what is not computed, or do not fit the model.
         """
-        path = Path(request.lora_path).absolute()
+        path = self._folder(request.lora_path)
         key = str(path), _stamp(path)
         digest = self._known.get(key)
         if digest is None:
@@ -117,6 +120,23 @@ class Adapters:
                     del self._known[next(iter(self._known))]
                 self._known[key] = digest
         return Adapter(request.lora_name, str(path), digest)
+
+    def _folder(self, given: str) -> Path:
+        """The directory of an adapter. A hub is asked once for an id."""
+        asked = hub_id(given)
+        if asked is None:
+            return Path(given).absolute()
+        if given not in self._folders:
+            try:
+                self._folders[given] = fetch_adapter(asked)
+            except CheckpointError as error:
+                raise RequestError(f"lora_path={given!r}: {error}") from error
+        return self._folders[given]
+
+
+def fetch_adapter(asked: HubId) -> Path:
+    """The directory of a hub's adapter, whose files are downloaded. Raises CheckpointError."""
+    return fetch_files(asked, (CONFIG_FILE, WEIGHTS_FILE))
 
 
 def read_pairs(path: Path) -> dict[str, Pair]:

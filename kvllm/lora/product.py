@@ -18,6 +18,11 @@ from kvllm._extension import operator
 NO_ADAPTER = -1
 
 
+def even(rank: int) -> int:
+    """The rank as it is held: words have two numbers of bfloat16."""
+    return rank + rank % 2
+
+
 class AdapterRows:
     """Which query tokens of a pass have which adapter.
 
@@ -69,7 +74,7 @@ class LowRank:
     ) -> LowRank:
         """parts: of each projection its first row in the matrix, `[r, in_features]` and `[rows, r]`."""
         down = torch.cat([down for _, down, _ in parts])
-        down = F.pad(down, (0, 0, 0, len(down) % 2))  # words have two numbers of bfloat16
+        down = F.pad(down, (0, 0, 0, even(len(down)) - len(down)))
         up = torch.zeros(out_features, len(down))
         column = 0
         for first, _, of_part in parts:

@@ -13,7 +13,8 @@ class LoRARequest(Struct, frozen=True):
     Args:
         lora_name: for people, and for clients of a server.
         lora_int_id: a number from 1 on. Adapters are told apart by the content of their files, so it has no effect.
-        lora_path: the directory that PEFT has written: adapter_config.json and adapter_model.safetensors.
+        lora_path: the directory that PEFT has written, adapter_config.json and adapter_model.safetensors, or the id of
+            one on a hub, ORG/NAME.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 MODELS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
@@ -47,7 +48,6 @@ NOT_COMPUTED = {
     "KimiLinearForCausalLM": "linear attention",
     "MambaForCausalLM": "state spaces",
     "Mamba2ForCausalLM": "state spaces",
-    "FalconH1ForCausalLM": "state spaces",
     "JambaForCausalLM": "state spaces",
     "Gemma3nForCausalLM": "several residuals side by side",
 }

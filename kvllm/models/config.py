@@ -17,6 +17,7 @@ from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.models import CLASSIFIER, MODELS, model_family, what_is_not_computed
 from kvllm.models.latent import Latent
+from kvllm.models.mamba import Mamba
 from kvllm.models.mixture import Experts
 from kvllm.models.multimodal import TEXT_TYPES, text_config
 from kvllm.models.nearest import nearest_family
@@ -71,6 +72,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     two_sizes: None unless heads have two sizes: num_kv_heads and head_dim are then those of the cache, and num_layers
         counts those that have KV pairs.
     recurrent: None unless other layers hold a state in the place of KV pairs.
+    mamba: None unless all layers have Mamba-2 heads beside attention, and so KV pairs and the state of `recurrent`.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
     generates: without it, the model ends with hidden states: it has no head, and the checkpoint's, if any, is not its.
@@ -112,6 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent: Latent | None = None
     two_sizes: TwoSizes | None = None
     recurrent: RecurrentLayers | None = None
+    mamba: Mamba | None = None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -137,7 +140,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """All layers, those without attention among them."""
         if self.two_sizes:
             return len(self.two_sizes.slides)
-        return self.num_layers + (len(self.recurrent.indices) if self.recurrent else 0)
+        return self.num_layers + (len(self.recurrent.indices) if self.recurrent and not self.mamba else 0)
+
+    @property
+    def recurrent_parts(self) -> dict[str, int]:
+        """What ranks share out of layers with a state, by its name."""
+        if self.recurrent is None:
+            return {}
+        if self.mamba:
+            return {"Mamba-2 heads": self.recurrent.value_heads}
+        if self.recurrent.key_heads:
+            return {"key heads of linear attention": self.recurrent.key_heads}
+        return {"channels of convolutions": self.recurrent.channels}
 
     @property
     def mtp(self) -> ModelConfig:

@@ -42,8 +42,8 @@ unload_decoder = msgspec.json.Decoder(UnloadAdapterRequest)
 def open_modules(args: EngineArgs, modules: Mapping[str, str], served: tuple[str, ...]) -> dict[str, Adapter]:
     """The adapters that a server starts with, by name; nothing is read of the model but its configuration.
 
-    modules: their directories. served: names of the model itself. Raises ConfigError, and RequestError for an adapter
-    that cannot be used.
+    modules: their directories, or ids on a hub. served: names of the model itself. Raises ConfigError, and RequestError
+    for an adapter that cannot be used.
     """
     if not modules:
         return {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from kvllm.errors import RequestError
 from kvllm.lora.files import Shapes, content_digest, open_weights, read_pairs
-from kvllm.lora.product import LowRank
+from kvllm.lora.product import LowRank, even
 from kvllm.lora.request import Adapter
 from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
@@ -38,6 +39,16 @@ def adaptable_shapes(config: ModelConfig) -> Shapes:
     build = model_family(config.architecture).build
     model = build(config, SingleRank(), torch.float32, torch.device("meta"), 1)
     return {name: (each.shape[0], each.shape[1]) for name, each in adaptable_weights(model.weights()).items()}
+
+
+def adapter_bytes(weights: dict[str, Weight], rank: int, dtype: torch.dtype) -> int:
+    """Bytes of an adapter that changes all of these, each with matrices of that rank."""
+    ranks = Counter[LinearWeight]()
+    for weight in weights.values():
+        assert isinstance(weight.target, MatrixRows)
+        ranks[weight.target.matrix] += rank
+    numbers = sum(even(total) * (matrix.in_features + matrix.out_features) for matrix, total in ranks.items())
+    return numbers * dtype.itemsize
 
 
 def read_adapter(

@@ -137,7 +137,7 @@ def state_shape(model: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> S
     if layers is None:
         return None
     of_heads = (layers.value_heads // num_ranks, layers.key_dim, layers.value_dim)
-    return StateShape(len(layers.indices), layers.channels // num_ranks, layers.taps, *of_heads, dtype)
+    return StateShape(len(layers.indices), layers.channels_of(num_ranks), layers.taps, *of_heads, dtype)
 
 
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvllm.config import EngineConfig
 from kvllm.errors import RequestError
 from kvllm.lora.product import NO_ADAPTER, AdaptedMatrix, AdapterRows, LowRank
 from kvllm.lora.request import Adapter
 from kvllm.models.base import Decoder
 from kvllm.models.layers import MatrixRows
 from kvllm.models.weights import LinearWeight
-from kvllm.worker.adapter_weights import adaptable_weights, read_adapter
+from kvllm.worker.adapter_weights import adaptable_weights, adapter_bytes, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +31,25 @@ class Failure(NamedTuple):
 
 
 class LoadedAdapters:
-    """Reads adapters when a sequence first needs them, and holds the `most` that were used last. The scheduler lets no
-    more be in use at once.
+    """Reads adapters when a sequence first needs them, and holds the `max_loras` that were used last. The scheduler
+    lets no more be in use at once.
 
+    most_bytes: that they may take.
     failures: of the sequences whose adapters cannot be read, by table slot.
     numbers: int64 `[max_num_seqs]`, that of the adapter of each table slot's sequence, NO_ADAPTER for none.
     """
 
-    def __init__(self, model: Decoder, most: int, max_num_seqs: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._most = most
+    def __init__(self, model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._most = config.max_loras
         self._weights = adaptable_weights(model.weights())
+        self.most_bytes = self._most * adapter_bytes(self._weights, config.max_lora_rank, dtype)
         self._shard = model.lm_head.shard
         self._device = device
         self._dtype = dtype
         self._number_of: OrderedDict[str, int] = OrderedDict()  # by digest, the one that was used last at the end
         self._next = count()
         self.failures: dict[int, Failure] = {}
-        self.numbers = np.full(max_num_seqs, NO_ADAPTER)
+        self.numbers = np.full(config.max_num_seqs, NO_ADAPTER)
         self._matrices = {
             each.target.matrix: AdaptedMatrix(model.adapters)
             for each in self._weights.values()

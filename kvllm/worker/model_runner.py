@@ -75,7 +75,7 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
-        adapters = self._adapters(config)
+        self.adapters = adapters = self._adapters(config)
         if config.num_draft_blocks:
             draft = SelfModel(model, backend, config, adapters)
         worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft, adapters)
@@ -92,7 +92,7 @@ class ModelRunner:
         if not config.max_loras:
             return None
         dtype = self.cache.shape.dtype
-        return LoadedAdapters(self.model, config.max_loras, config.max_num_seqs, dtype, self.device)
+        return LoadedAdapters(self.model, config, dtype, self.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""

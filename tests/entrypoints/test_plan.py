@@ -70,6 +70,23 @@ def test_llama_3_70b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 70_553_706_496
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters(ranks, tmp_path, capsys):
+    """Four times both matrices of each product, whose projections lie beside each other; a rank's columns or rows."""
+    model = config_file(tmp_path, LLAMA_3_8B)
+    options = ["--gpu-memory", "80GB", "--tensor-parallel-size", str(ranks)]
+    plain = figures(capsys, model, *options)
+    found = figures(capsys, model, *options, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+    attention = 24 * (4096 + 6144 // ranks) + 8 * (4096 // ranks + 4096)
+    mlp = 16 * (4096 + 2 * 14336 // ranks) + 8 * (14336 // ranks + 4096)
+    assert found["adapter_bytes_per_rank"] == 4 * 2 * 32 * (attention + mlp)
+    assert plain["pool_bytes_per_rank"] - found["pool_bytes_per_rank"] == found["adapter_bytes_per_rank"]
+    assert "adapter_bytes_per_rank" not in plain
+    with pytest.raises(SystemExit):
+        figures(capsys, model, "--enable-lora", "--max-lora-rank", "65")
+    assert "max_lora_rank=65 is not allowed: between 1 and 64" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("dtype", "key", "value"),
     [
@@ -276,9 +293,16 @@ def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
     assert "24GB" in capsys.readouterr().err
 
 
-def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3.5", "2 other layers hold no KV pairs: they have a state of"),
+        ("falcon-h1", "all layers have, beside KV pairs, a state of"),
+    ],
+)
+def test_states_of_recurrent_layers_are_those_of_the_engine(family, text, tmp_path, capsys):
     """And what they take is missing for sequences."""
-    make_checkpoint(tmp_path, **FAMILIES["qwen3.5"])
+    make_checkpoint(tmp_path, **FAMILIES[family])
     options = ("--input-length", "64", "--gpu-memory", "100M")
     found = figures(capsys, tmp_path, *options)
     stats = LLM(tmp_path, max_num_seqs=3, num_gpu_blocks_override=8, enable_prefix_caching=False).stats()
@@ -287,7 +311,15 @@ def test_states_of_recurrent_layers_are_those_of_the_engine(tmp_path, capsys):
     at_once = found["pool_bytes_per_rank"] // (of_pairs + found["state_bytes_per_rank"])
     assert found["sequences_at_once"] == {"nothing released": at_once}
     cli.main(["plan", "--model", str(tmp_path), *options])
-    assert "2 other layers hold no KV pairs: they have a state of" in capsys.readouterr().out
+    assert text in capsys.readouterr().out
+
+
+def test_groups_that_are_normalized_stay_on_a_rank(tmp_path, capsys):
+    make_checkpoint(tmp_path, **FAMILIES["falcon-h1"])
+    edit(tmp_path, mamba_rms_norm=True)
+    with pytest.raises(SystemExit):
+        figures(capsys, tmp_path, "--tensor-parallel-size", "2")
+    assert "tensor_parallel_size 2 is more than the model's 1 groups of Mamba-2 heads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])

@@ -20,6 +20,7 @@ from kvllm.files.groups import GroupForm
 from kvllm.models.base import Decoder
 from kvllm.models.experts import ExpertsMLP
 from kvllm.models.parts import GatedMLP
+from kvllm.models.qwen3_5 import GatedDeltaNet
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy
@@ -123,6 +124,17 @@ def test_experts(tmp_path: Path, family: str, type: Type) -> None:
         assert isinstance(layer.mlp, ExpertsMLP)
         assert layer.mlp.gate_up.weight.form == layer.mlp.down.weight.form == FORMS[type.name]
         assert layer.mlp.router.form is None
+
+
+@pytest.mark.parametrize("size", [32, 16])
+def test_value_heads_of_linear_attention(tmp_path: Path, size: int) -> None:
+    """Their columns have another order in the file, where groups must be whole."""
+    layers = ["linear_attention", "full_attention"]
+    make(tmp_path / "model.gguf", Type.Q8_0, "qwen3.5", layer_types=layers, linear_value_head_dim=size)
+    model = assert_close_to_expanded(tmp_path / "model.gguf", 0.1)
+    mixer = model.layers[0].attention
+    assert isinstance(mixer, GatedDeltaNet) and mixer.inputs.form == FORMS["Q8_0"]
+    assert mixer.out.weight.form == (FORMS["Q8_0"] if size == 32 else None)
 
 
 class SecondRank(SingleRank):

@@ -30,8 +30,13 @@ NAMES = (
     *("mistral", "mixtral", "qwen2", "qwen2-tied-sharded", "qwen3", "qwen3-tied-sharded", "qwen3-moe"),
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
+    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "falcon-h1"),
+    "falcon-h1-norm",
 )
-QUANTIZED = (("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4))
+QUANTIZED = (
+    *(("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4)),
+    ("qwen3.5", Type.Q8_0),
+)
 
 
 def make(path: Path, name: str, type: Any = Type.F32, **options: Any) -> torch.nn.Module:
@@ -44,10 +49,15 @@ def make(path: Path, name: str, type: Any = Type.F32, **options: Any) -> torch.n
 
 
 def _fitting(name: str) -> dict[str, Any]:
-    """What a GGUF file can say: Gemma's scores are scaled by the size of its heads, and LFM2's MLPs have one."""
+    """What a GGUF file can say: Gemma's scores are scaled by the size of its heads, LFM2's MLPs have one, and the sum
+    of its experts is not scaled. Value heads have whole groups, and all layers of Qwen3-Next experts."""
     if name == "lfm2":
         return {"block_auto_adjust_ff_dim": False}
-    return {"query_pre_attn_scalar": 16} if name.startswith("gemma") else {}
+    if name == "lfm2-moe":
+        return {"routed_scaling_factor": 1.0}
+    if name.startswith(("qwen3.5", "qwen3-next")):
+        return {"linear_value_head_dim": 32, "mlp_only_layers": []}
+    return {"query_pre_attn_scalar": 16} if name in ("gemma2", "gemma3") else {}
 
 
 def assert_logits_of_transformers(path: Path, theirs: torch.nn.Module) -> None:
@@ -83,6 +93,24 @@ def test_greedy_tokens_of_a_file_and_of_a_directory_that_has_it(tmp_path: Path) 
     (tmp_path / "mmproj-tiny.gguf").write_bytes(b"the image encoder of another model")
     for path in (tmp_path / "tiny.Q8_0.gguf", tmp_path):
         assert_greedy(path, theirs, quantization="dtype")
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3.5", "gemma4"])
+def test_greedy_tokens_of_other_layers(tmp_path: Path, name: str) -> None:
+    assert_greedy(tmp_path / "model.gguf", make(tmp_path / "model.gguf", name))
+
+
+def test_a_layer_that_predicts_later_tokens_is_left_out(tmp_path: Path) -> None:
+    theirs: Any = make(tmp_path / "model.gguf", "qwen3.5", change=lambda writer: writer.add_nextn_predict_layers(1))
+    theirs.model.layers = theirs.model.layers[:3]
+    theirs.config.num_hidden_layers = 3
+    assert_logits_of_transformers(tmp_path / "model.gguf", theirs)
+
+
+def test_experts_of_gemma_4_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "model.gguf", "gemma4", change=lambda writer: writer.add_expert_count(4))
+    with pytest.raises(CheckpointError, match="enable_moe_block is true: experts beside an MLP"):
+        load_model_config(tmp_path / "model.gguf")
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:
@@ -190,7 +218,9 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     make(path, "llama-tied", Type.Q8_0)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
-    with pytest.raises(CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs gemma2,"):
+    with pytest.raises(
+        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs falcon-h1,"
+    ):
         load_model_config(path)
     name = b"blk.0.ffn_up.weight"
     at = data.index(name) + len(name) + 4 + 2 * 8

@@ -10,7 +10,9 @@ import gguf
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerBase
+from tokenizers import models, normalizers, trainers
+from transformers import GemmaTokenizer, PreTrainedTokenizerBase
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from kvllm.errors import CheckpointError
 from kvllm.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -118,12 +120,75 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("qwen2", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
         ("llama-bpe", ["x", " =", " ", " ", "202", "4", "!\n\n", "I", "'LL", " don", "'t"]),
         ("tekken", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
+        ("qwen35", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
+        ("glm4", ["x", " =", " ", " ", "202", "4", "!\n\n", "I", "'LL", " don", "'t"]),
         ("gpt-4o", ["x", " =", " ", " ", "202", "4", "!\n\n", "I'LL", " don't"]),
     ],
 )
 def test_words_of_each_way_to_split(tmp_path: Path, pre: str, expected: list[str]) -> None:
     ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(byte_level("chat"), pre)))
     assert words(ours, "x =  2024!\n\nI'LL don't") == expected
+
+
+def test_words_of_qwen_3_5_keep_their_marks(tmp_path: Path) -> None:
+    """Against transformers' own tokenizer of the family."""
+    ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(byte_level("chat"), "qwen35")))
+    theirs: Backend = Qwen3_5Tokenizer().backend_tokenizer
+    for text in (*TEXTS, *SPLIT, "नमस्ते दुनिया, e\u0301a ِب"):
+        assert theirs.normalizer is not None and theirs.pre_tokenizer is not None
+        expected = theirs.pre_tokenizer.pre_tokenize_str(theirs.normalizer.normalize_str(text))
+        backend: Backend = ours.hf.backend_tokenizer
+        assert backend.normalizer is not None and backend.pre_tokenizer is not None
+        assert backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)) == expected, text
+    assert words(ours, "नमस्ते दुनिया") == ["नमस्ते", " दुनिया"]
+
+
+SYMBOLS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|tool_response>"]
+
+
+def gemma4_metadata(theirs: GemmaTokenizer) -> Callable[[gguf.GGUFWriter], None]:
+    """As Gemma4Model.set_vocab of llama.cpp's converter."""
+    tokens = theirs.convert_ids_to_tokens(list(range(len(theirs))))
+    merges = json.loads(theirs.backend_tokenizer.to_str())["model"]["merges"]
+
+    def kind(token: str) -> gguf.TokenType:
+        if token == "<|tool_response>":
+            return gguf.TokenType.USER_DEFINED
+        if token == "<unk>":
+            return gguf.TokenType.UNKNOWN
+        is_byte = token.startswith("<0x")
+        return gguf.TokenType.CONTROL if token in SYMBOLS else gguf.TokenType(6 if is_byte else 1)
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-1000.0] * len(tokens))
+        writer.add_token_types([kind(token) for token in tokens])
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_add_space_prefix(False)
+
+    return change
+
+
+def test_gemma_4(tmp_path: Path) -> None:
+    """Against transformers' tokenizer of Gemma, with merges learned from some texts."""
+    learned = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    learned.normalizer = normalizers.Replace(" ", "▁")
+    symbols = [*SYMBOLS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learned.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=500, special_tokens=symbols))
+    model = json.loads(learned.to_str())["model"]
+    theirs = GemmaTokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    theirs.add_special_tokens({"additional_special_tokens": SYMBOLS[5:]})
+    ours = load_tokenizer(write(tmp_path / "model.gguf", gemma4_metadata(theirs), "gemma4"))
+    for text in (*TEXTS, *SPLIT, "a  b   c", "<|turn>user\n x<turn|>", "  ünïcødé ½ 🙂"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == expected, text
+        assert ours.encode(text) == [2, *expected]
+        assert ours.decode(expected) == theirs.decode(expected)
+    assert sorted(ours.eos_token_ids) == [1, 6, 7]
 
 
 def test_a_token_before_texts_of_llama_3_and_words_that_are_tokens(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 from huggingface_hub import constants
 
 from kvllm import CheckpointError
@@ -15,8 +16,10 @@ from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints import cli
 from kvllm.files.hub import HubId, Snapshot, open_snapshot
 from kvllm.files.hub_files import quantizations
+from kvllm.models.config import load_model_config
 from kvllm.tokenizer import find_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.hub import Hub
 
@@ -100,6 +103,18 @@ def test_a_tag_in_a_repository_with_safetensors(hub):
     hub.add(REPO, {"config.json": b"{}", "model.safetensors": b"", "model-Q8_0.gguf": b"model"})
     assert opened("Q8_0").path.name == "model-Q8_0.gguf"
     assert opened().path.is_dir()
+
+
+def test_factors_of_rope_come_with_the_header(hub, tmp_path, monkeypatch):
+    """Numbers of the config that lie among the weights."""
+    path = tmp_path / "tiny-F32.gguf"
+    write_gguf(path, make_checkpoint(tmp_path / "theirs", **FAMILIES["llama3-rope"]))
+    hub.add(REPO, {path.name: path.read_bytes()})
+    monkeypatch.setattr("kvllm.files.hub_headers.FIRST_BYTES", GGUFReader(path).data_offset)
+    args = EngineArgs(REPO)  # the headers go with it
+    described = args.described_path
+    assert described.read_bytes() != path.read_bytes()
+    assert load_model_config(described) == load_model_config(path)
 
 
 def test_what_tags_cannot_be(hub):

@@ -31,6 +31,17 @@ LFM2 = {
     "layer_types": ["conv", FULL, "conv", "conv", FULL],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+FALCON_H1 = {
+    "family": "falcon_h1",
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 GEMMA4 = {
     "family": "gemma4_text",
     "initializer_range": 0.15,
@@ -155,6 +166,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", FULL, "conv"],
         "num_dense_layers": 1,
         "routed_scaling_factor": 1.7,
+    },
+    "falcon-h1": {
+        **FALCON_H1,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.6,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 0.6],
+        "mlp_multipliers": [0.9, 0.6],
+    },
+    "falcon-h1-norm": {
+        **FALCON_H1,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
     "smollm3": {"family": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5},
     "smollm3-untied-named-layers": {

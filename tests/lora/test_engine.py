@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from kvllm import LLM, BeamSearchParams, CompressionConfig, ConfigError, RequestError, SamplingParams
+from kvllm.config import EngineConfig
 from kvllm.lora.request import LoRARequest
+from kvllm.memory_plan import plan_memory
+from kvllm.models.config import load_model_config
+from kvllm.worker.adapter_weights import adaptable_weights
 from tests.helpers.adapters import ATTENTION, MLP, copied, make_adapter, merge
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids
@@ -106,6 +110,19 @@ def test_logprobs_are_those_of_the_merged_model(model: Model) -> None:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("one"), "llama-tied")
+
+
+def test_the_memory_of_an_adapter_is_what_is_planned(llama: Model, tmp_path: Path) -> None:
+    """Of one with the highest rank in all matrices, as `kvllm plan` says and a GPU keeps free."""
+    llm = llama.llm(max_loras=1, max_lora_rank=16)
+    request = LoRARequest("wide", 1, str(make_adapter(tmp_path / "wide", llama.path, rank=16)))
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy(1), use_tqdm=False, lora_request=request)
+    runner: Any = llm.llm_engine.executor.runner
+    matrices = {weight.target.matrix for weight in adaptable_weights(runner.model.weights()).values()}
+    held = [each.down.nbytes + each.up.nbytes for matrix in matrices for each in matrix.adapters.adapters.values()]
+    assert sum(held) == runner.adapters.most_bytes and len(held) == 3 * 4
+    config = EngineConfig(num_blocks=1, max_model_len=64, max_loras=1, max_lora_rank=16)
+    assert plan_memory(load_model_config(llama.path), config, "float32").rank_adapter_bytes == sum(held)
 
 
 def test_prefixes_are_shared_within_an_adapter(llama: Model) -> None:

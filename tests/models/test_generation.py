@@ -35,6 +35,7 @@ CASES = (
     "qwen3-next",
     "lfm2",
     "lfm2-moe",
+    "falcon-h1",
     "smollm3",
     "glm4",
     "glm4-moe",

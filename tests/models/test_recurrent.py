@@ -6,21 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.base import Draft
 from kvllm.core.drafting.ngram import NgramDrafter
 from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
+from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep
+from kvllm.models.falcon_h1 import ParallelMixer
+from kvllm.worker.build import state_shape
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.paged_model import load
+from tests.helpers.tensors import randn
 from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", pytest.param("falcon-h1", marks=pytest.mark.long)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of matrices as states, and of the inputs of a convolution alone."""
+    """Of matrices as states, of the inputs of a convolution alone, and of states beside KV pairs."""
     path = tmp_path_factory.mktemp(request.param)
     make_checkpoint(path, **FAMILIES[request.param])
     return path
@@ -170,3 +176,24 @@ def test_all_ranks_take_back_the_same_tokens(checkpoint: Path) -> None:
         llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
         assert tokens(llm, prompts, greedy(60)) == expected
     assert llm.stats().drafts.tokens > sum(llm.stats().drafts.right)
+
+
+def test_mamba_2_over_a_long_text(tmp_path: Path) -> None:
+    """Against the sum over all earlier tokens in double precision; little of a state decays."""
+    make_checkpoint(tmp_path, **FAMILIES["falcon-h1-norm"])
+    model, config = load(tmp_path)
+    attention, shape, length = model.layers[0].attention, state_shape(config, torch.float32), 1000
+    assert isinstance(attention, ParallelMixer) and shape is not None
+    part = attention.mamba2
+    part.log_rates.sub_(5)
+    mixed, steps = randn(length, part.mixed), 0.1 * randn(length, part.heads, seed=1).exp()
+    slots, starts = torch.zeros(1, dtype=torch.int32), torch.tensor([0, length], dtype=torch.int32)
+    found = part.scan(mixed, steps, RecurrentStep(RecurrentStates(shape, 1), slots, starts), 0)
+    c, b, x = (each.double() for each in mixed.split(part.widths[:3], 1))
+    c, b = (each.unflatten(1, (2, 8)).repeat_interleave(2, 1).transpose(0, 1) for each in (c, b))
+    x, steps = x.unflatten(1, (4, 12)).transpose(0, 1), steps.double().T
+    total = (-steps * part.log_rates.double().exp()[:, None]).cumsum(1)
+    seen = (total[:, :, None] - total[:, None]).tril().exp().tril() * (c @ b.transpose(1, 2))
+    expected = (seen @ (x * steps[:, :, None]) + x * part.skip[:, None, None]).transpose(0, 1)
+    assert expected[-100:].std() > 3
+    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-5)

@@ -24,7 +24,7 @@ from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
 from kvllm.worker.features.ragged_lengths import RaggedLengths
-from kvllm.worker.memory import measure_graphs
+from kvllm.worker.memory import fitting_blocks, measure_graphs
 from kvllm.worker.transfer import to_device_early
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -181,7 +181,7 @@ def run_cases(*, long: bool) -> None:
                 check_case(Path(recurrent if name == RECURRENT else directory), *case)
             except Exception:
                 failures[name] = traceback.format_exc()
-        print(json.dumps([failures, measured_graphs(Path(directory))]))
+        print(json.dumps([failures, measured_graphs(Path(directory)), kept_for_adapters(Path(directory))]))
 
 
 def measured_graphs(path: Path) -> list[Any]:
@@ -198,20 +198,36 @@ def measured_graphs(path: Path) -> list[Any]:
         return [estimate // MIB, len(device.graphs), runner.forward_pass.graphs is None]
 
 
+def kept_for_adapters(path: Path) -> list[int]:
+    """Bytes of blocks that do not fit beside adapters, and those of as many adapters as may be in use."""
+    with stand_in():
+        llm = make_llm(path, "cuda", enforce_eager=True, enable_lora=True, max_loras=2)
+        runner = llm.llm_engine.executor.runner
+        adapters, blocks = runner.adapters, []
+        for runner.adapters in (None, adapters):
+            with patch.object(torch.cuda, "mem_get_info", lambda _: (15 * MIB, 16 * MIB)):
+                blocks.append(fitting_blocks(runner, llm.config, 0.9, None))
+        return [(blocks[0] - blocks[1]) * runner.bytes_per_block, adapters.most_bytes]
+
+
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> tuple[dict[str, str], list[Any]]:
-    """The failures of cases, and `measured_graphs`."""
+def found(request: pytest.FixtureRequest) -> tuple[dict[str, str], list[Any], list[int]]:
+    """The failures of cases, `measured_graphs` and `kept_for_adapters`."""
     long = request.config.getoption("long")
-    failures, measured = run_python(f"run_cases(long={long})", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
-    return failures, measured
+    return tuple(run_python(f"run_cases(long={long})", "tests.worker.test_cuda_path", TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_engine_on_the_stand_in(name: str, found: tuple[dict[str, str], list[Any]]) -> None:
+def test_an_engine_on_the_stand_in(name: str, found: tuple[dict[str, str], list[Any], list[int]]) -> None:
     assert name not in found[0], found[0][name]
 
 
-def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[Any]]) -> None:
+def test_a_pool_leaves_room_for_adapters(found: tuple[dict[str, str], list[Any], list[int]]) -> None:
+    missing, adapters = found[2]
+    assert 0 < adapters <= missing < adapters + 4096  # a block
+
+
+def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[Any], list[int]]) -> None:
     """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without."""
     assert found[1] == [30 + 3 * 5, 2, True]
 

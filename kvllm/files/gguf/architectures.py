@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from kvllm.errors import CheckpointError
-from kvllm.files.gguf import config
+from kvllm.files.gguf import changes, config
+from kvllm.files.gguf.metadata import VECTORS, Metadata
 from kvllm.files.gguf.tensors import ExpertStack, GGUFTensor
 
 TOP = {
@@ -17,6 +16,9 @@ TOP = {
     "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
     "output_norm": "model.norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -37,29 +39,26 @@ GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-WHOLE = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
-"""Names without a suffix here."""
-IGNORED = (config.FACTORS, config.SHORT, config.LONG)
-"""Tensors that the config has."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One architecture.
 
-    config: makes the keys of `config.json`. names: beside those of LAYER.
-    norm_offset: what llama.cpp's converter has added to the weights of norms.
-    permuted: it has put the two halves of each head of queries and keys between each other, as its RoPE wants them.
+    config: makes the keys of `config.json`. names: beside those of TOP and LAYER, or instead. whole: of tensors without
+        a suffix here. undo: what llama.cpp's converter has done to tensors.
     experts: the name of a matrix of one expert, by that of the tensor of all.
     stacked: all experts have one tensor here, too, of several tensors there.
+    joined: one tensor there that is several here, with the names that these would have there.
     """
 
-    config: Callable[[config.Metadata], dict[str, Any]]
+    config: Callable[[Metadata], dict[str, Any]]
     names: dict[str, str] = field(default_factory=dict)
-    norm_offset: float = 0.0
-    permuted: bool = False
+    whole: dict[str, str] = field(default_factory=dict)
+    undo: changes.Undo = changes.as_it_is
     experts: dict[str, str] = field(default_factory=dict)
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 PROJECTIONS = ("gate", "up", "down")
@@ -67,9 +66,61 @@ EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in PROJE
 W = {"gate": 1, "up": 3, "down": 2}
 """Numbers of projections that are called w1, w2 and w3."""
 MIXTRAL = {f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.w{i}" for name, i in W.items()}
+LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    **{f"ffn_{name}": f"feed_forward.w{i}" for name, i in W.items()},
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+QWEN35 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+DELTA = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
+QWEN_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS},
+}
 ARCHITECTURES = {
-    "gemma2": Architecture(config.gemma2, GEMMA, norm_offset=1.0),
-    "gemma3": Architecture(config.gemma3, GEMMA, norm_offset=1.0),
+    "falcon-h1": Architecture(
+        config.falcon_h1,
+        {
+            "output_norm": "model.final_layernorm",
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in PROJECTIONS},
+            **{f"ssm_{name}": f"mamba.{name}_proj" for name in ("in", "out")},
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_norm": "mamba.norm",
+        },
+        whole={
+            "ffn_norm": "pre_ff_layernorm.weight",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            "ssm_dt": "mamba.dt_bias",
+        },
+        undo=changes.mamba,
+    ),
+    "gemma2": Architecture(config.gemma2, GEMMA, undo=changes.norms),
+    "gemma3": Architecture(config.gemma3, GEMMA, undo=changes.norms),
+    "gemma4": Architecture(
+        config.gemma4,
+        GEMMA
+        | {
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        whole={"layer_output_scale": "layer_scalar"},
+    ),
     "glm4": Architecture(
         config.glm4,
         {
@@ -85,30 +136,30 @@ ARCHITECTURES = {
             "ffn_gate_inp": "mlp.gate",
             **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS},
         },
+        whole={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         experts=EXPERTS,
     ),
     "gpt-oss": Architecture(
         config.gpt_oss,
         {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        whole={"attn_sinks": "self_attn.sinks"},
         stacked={
             "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
             "mlp.experts.down_proj": ("ffn_down_exps",),
         },
     ),
-    "granite": Architecture(config.granite, permuted=True),
-    "lfm2": Architecture(
-        config.lfm2,
-        {
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            **{f"ffn_{name}": f"feed_forward.w{i}" for name, i in W.items()},
-            **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
-        },
+    "granite": Architecture(config.granite, undo=changes.halves_of_heads),
+    "lfm2": Architecture(config.lfm2, LFM2, undo=changes.convolutions),
+    "lfm2moe": Architecture(
+        config.lfm2_moe,
+        LFM2 | {"ffn_gate_inp": "feed_forward.gate"},
+        whole={"exp_probs_b": "feed_forward.expert_bias"},
+        undo=changes.convolutions,
+        experts={f"ffn_{name}_exps": f"feed_forward.experts.{{}}.w{i}" for name, i in W.items()},
     ),
-    "llama": Architecture(config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, permuted=True, experts=MIXTRAL),
+    "llama": Architecture(
+        config.llama, {"ffn_gate_inp": "block_sparse_moe.gate"}, undo=changes.halves_of_heads, experts=MIXTRAL
+    ),
     "olmo2": Architecture(
         config.olmo2,
         {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
@@ -121,7 +172,19 @@ ARCHITECTURES = {
         {"ffn_gate_inp": "mlp.gate"},
         experts=EXPERTS,
     ),
-    "smollm3": Architecture(config.smollm3, permuted=True),
+    "qwen35": Architecture(config.qwen35, QWEN35, whole=DELTA, undo=changes.gated_delta_net),
+    "qwen35moe": Architecture(
+        config.qwen35_moe, QWEN35 | QWEN_EXPERTS, DELTA, changes.gated_delta_net, experts=EXPERTS
+    ),
+    "qwen3next": Architecture(
+        config.qwen35_moe,
+        QWEN35 | QWEN_EXPERTS,
+        DELTA,
+        changes.gated_delta_net_in_turns,
+        experts=EXPERTS,
+        joined={"ssm_ba": ("ssm_beta", "ssm_alpha")},
+    ),
+    "smollm3": Architecture(config.smollm3, undo=changes.halves_of_heads),
 }
 
 
@@ -136,54 +199,39 @@ def find_architecture(name: Any) -> Architecture:
 
 
 def renamed(
-    architecture: Architecture, tensors: dict[str, GGUFTensor], heads: tuple[int, int]
+    architecture: Architecture, tensors: dict[str, GGUFTensor], keys: dict[str, Any]
 ) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
-    """The tensors as transformers has them, with their names there. heads: of queries, and of keys."""
+    """The tensors as transformers has them, with their names there. keys: of the config."""
     stacks: dict[str, dict[str, GGUFTensor]] = {}
-    for name, tensor in tensors.items():
-        if name in IGNORED:
+    for name, tensor in _separate(architecture, tensors):
+        if name in VECTORS:
             continue
+        tensor = architecture.undo(name, tensor, keys)
         if not name.startswith("blk."):
             module, _, suffix = name.rpartition(".")
-            yield f"{TOP.get(module, module)}.{suffix}", _changed(architecture, name, tensor, heads)
+            yield f"{(TOP | architecture.names).get(module, module)}.{suffix}", tensor
             continue
         number, _, rest = name.removeprefix("blk.").partition(".")
-        module, _, suffix = rest.rpartition(".")
+        module, _, suffix = rest.rpartition(".") if "." in rest else (rest, "", "")
         prefix = f"model.layers.{number}"
-        if module in WHOLE:
-            yield f"{prefix}.{WHOLE[module]}", tensor
+        if module in architecture.whole:
+            yield f"{prefix}.{architecture.whole[module]}", tensor
         elif module in architecture.experts and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 yield f"{prefix}.{architecture.experts[module].format(expert)}.{suffix}", tensor.expert(expert)
         elif any(module in parts for parts in architecture.stacked.values()):
             stacks.setdefault(f"{prefix} {suffix}", {})[module] = tensor
         else:
-            known = (LAYER | architecture.names).get(module, module)
-            yield f"{prefix}.{known}.{suffix}", _changed(architecture, name, tensor, heads)
+            yield f"{prefix}.{(LAYER | architecture.names).get(module, module)}.{suffix}", tensor
     for place, parts in stacks.items():
         yield from _stacked(architecture, place, parts)
 
 
-def _changed(architecture: Architecture, name: str, tensor: GGUFTensor, heads: tuple[int, int]) -> GGUFTensor:
-    """The tensor without what the converter has done to it."""
-    offset, order, shape, blocks = tensor.offset, tensor.order, tensor.shape, tensor.blocks
-    if name.endswith("norm.weight"):
-        offset = architecture.norm_offset
-    if architecture.permuted and ".attn_q." in name:
-        order = _halves(tensor, name, heads[0])
-    if architecture.permuted and ".attn_k." in name:
-        order = _halves(tensor, name, heads[1])
-    if ".shortconv.conv." in name and len(shape) == 2:
-        shape, blocks = (shape[0], 1, shape[1]), blocks.unsqueeze(1)
-    return GGUFTensor(tensor.file, tensor.type, shape, blocks, order, offset)
-
-
-def _halves(tensor: GGUFTensor, name: str, heads: int) -> torch.Tensor:
-    """The rows of a file in which those of the two halves of a head alternate, one half after the other."""
-    rows = tensor.shape[0]
-    if rows % (2 * heads):
-        raise CheckpointError(f"{tensor.file}: {name} has {rows} rows, which {heads} heads cannot share")
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+def _separate(architecture: Architecture, tensors: dict[str, GGUFTensor]) -> Iterator[tuple[str, GGUFTensor]]:
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        for part in architecture.joined.get(module, (module,)):
+            yield name.replace(f".{module}.", f".{part}."), tensor
 
 
 def _stacked(architecture: Architecture, place: str, parts: dict[str, GGUFTensor]) -> Iterator[tuple[str, ExpertStack]]:

@@ -43,7 +43,7 @@ class GGUFCheckpoint:
 
     def config(self) -> dict[str, Any]:
         from kvllm.files.gguf.architectures import find_architecture
-        from kvllm.files.gguf.config import Metadata
+        from kvllm.files.gguf.metadata import Metadata
 
         try:
             architecture = find_architecture(self.header.metadata.get("general.architecture"))
@@ -61,8 +61,7 @@ class GGUFCheckpoint:
 
         config = self.config()  # which checks the architecture and the types
         architecture = find_architecture(self.header.metadata.get("general.architecture"))
-        heads = (config["num_attention_heads"], config["num_key_value_heads"])
-        yield dict(renamed(architecture, self.raw_tensors(), heads))
+        yield dict(renamed(architecture, self.raw_tensors(), config))
 
     def raw_tensors(self) -> dict[str, GGUFTensor]:
         """All tensors as they lie in the file, by their names there."""

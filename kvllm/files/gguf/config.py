@@ -1,159 +1,27 @@
-"""The metadata of a GGUF file as the keys of transformers' `config.json`.
+"""The config of a GGUF file's architecture: its metadata as the keys of transformers' `config.json`.
 
-transformers' own table leaves out the scaling of RoPE, windows and head sizes, so it is not used. What an absent key
-means is what llama.cpp assumes. Keys that change what a model computes, and that kvllm does not compute, are refused.
+transformers' own table leaves out the scaling of RoPE, windows and head sizes, so it is not used.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from kvllm.errors import CheckpointError
-from kvllm.files.gguf.header import Header
+from kvllm.files.gguf.metadata import FACTORS, Metadata, base_config
 
-NEUTRAL: dict[str, tuple[float, ...]] = {
-    "attention.scale": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
-    "attention.shared_kv_layers": (0,),
-    "embedding_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "logit_scale": (0, 1),
-    "router_logit_softcapping": (0,),
-    "expert_shared_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_weights_scale": (0, 1),
-    "nextn_predict_layers": (0,),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "rope.scaling.alpha": (0,),
-}
-"""Keys that are not computed, with the values of those that mean nothing."""
-FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are scaled by their hidden size, which the metadata does not say."""
 DENSE = re.compile(r"blk\.(\d{1,6})\.ffn_gate\.weight")
 """What a layer without experts has."""
+STOPPED = 1e20
+"""From here on, what a frequency of RoPE is divided by leaves nothing of it."""
 SOFTMAX, SIGMOID = 1, 2
 """Numbers of the functions of routers."""
-
-
-class Metadata:
-    """The values of one architecture, whose keys begin with its name, with errors that name them.
-
-    read: reads a tensor of numbers, such as the factors of RoPE.
-    """
-
-    def __init__(self, header: Header, read: Callable[[str], list[float]]) -> None:
-        self.header, self.read = header, read
-        self.values = header.metadata
-        self.architecture = self.values.get("general.architecture")
-
-    def number(self, key: str, default: Any = ...) -> Any:
-        """A number; where layers have one each, that of all. Raises CheckpointError without one or a default."""
-        name = f"{self.architecture}.{key}"
-        value = self.values.get(name, default)
-        if isinstance(value, np.ndarray):
-            if len(value) == 0 or np.any(value != value[0]):
-                raise CheckpointError(f"{name} differs between layers, which kvllm does not support")
-            value = value[0].item()
-        if value is ...:
-            raise CheckpointError(f"the metadata has no {name}, which a model of {self.architecture} needs")
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if value is not default and (isinstance(value, bool) or not is_number):
-            raise CheckpointError(f"{name} is {value!r:.80}, but must be a number")
-        return value
-
-    def token_id(self, name: str) -> int | None:
-        found = self.values.get(f"tokenizer.ggml.{name}_token_id")
-        return found if isinstance(found, int) else None
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.header.tensors
-
-
-def base_config(data: Metadata, computed: Collection[str] = (), kv_heads: int | None = None) -> dict[str, Any]:
-    """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself. kv_heads: where the
-    metadata does not have one number for all layers."""
-    for key, neutral in NEUTRAL.items():
-        if key not in computed and data.number(key, neutral[0]) not in neutral:
-            raise CheckpointError(f"{data.architecture}.{key} is {data.number(key)}, which kvllm does not support")
-    if not data.has(EMBEDDING) or len(data.header.tensors[EMBEDDING].shape) != 2:
-        raise CheckpointError(f"it has no matrix {EMBEDDING}")
-    hidden, heads = data.number("embedding_length"), data.number("attention.head_count")
-    head_dim = data.number("attention.key_length", None) or hidden // max(1, heads)
-    if data.number("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{data.architecture}.attention.value_length is not key_length, {head_dim}")
-    rotated = data.number("rope.dimension_count", head_dim)
-    return {
-        "vocab_size": data.header.tensors[EMBEDDING].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": data.number("feed_forward_length"),
-        "num_hidden_layers": data.number("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or data.number("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "partial_rotary_factor": None if rotated == head_dim else rotated / max(1, head_dim),
-        "rms_norm_eps": data.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": data.number("context_length"),
-        "is_causal": data.values.get(f"{data.architecture}.attention.causal", True),
-        "tie_word_embeddings": not data.has(HEAD),
-        "dtype": _dtype(data.header),
-        "bos_token_id": data.token_id("bos"),
-        "eos_token_id": _eos_token_ids(data),
-        "rope_theta": data.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(data),
-    }
-
-
-def rope_scaling(data: Metadata) -> dict[str, Any] | None:
-    kind = data.values.get(f"{data.architecture}.rope.scaling.type", "linear")
-    factor = data.number("rope.scaling.factor", 0) or data.number("rope.scale_linear", 0) or 1.0
-    original = data.number("rope.scaling.original_context_length", None)
-    attention_factor = data.number("rope.scaling.attn_factor", None)
-    if data.has(LONG) and data.has(SHORT):
-        short, long = data.read(SHORT), data.read(LONG)
-    elif data.has(FACTORS):  # Llama 3's scaling: llama.cpp has a number for each frequency
-        short = long = data.read(FACTORS)
-        attention_factor = 1.0
-        original = data.number("context_length")
-    elif kind == "none" or (kind == "linear" and factor == 1):
-        return None
-    else:
-        return _named_scaling(data, kind, factor, original, attention_factor)
-    if kind == "yarn" or factor != 1:
-        raise CheckpointError(f"RoPE has factors for each frequency beside scaling of type {kind!r:.80}")
-    return {
-        "rope_type": "longrope",
-        "short_factor": short,
-        "long_factor": long,
-        "attention_factor": attention_factor,
-        "original_max_position_embeddings": original,
-    }
-
-
-def _named_scaling(
-    data: Metadata, kind: Any, factor: float, original: int | None, attention_factor: float | None
-) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind != "yarn":
-        return scaling
-    factors = [1.0]
-    if data.architecture == "olmo2" and factor > 1:  # its converter writes what all others leave to llama.cpp
-        factors.append(0.1 * math.log(factor) + 1)
-    if not any(math.isclose(attention_factor or 1.0, each, rel_tol=1e-5) for each in factors):
-        raise CheckpointError(f"rope.scaling.attn_factor of YaRN is {attention_factor}, which kvllm does not support")
-    return scaling | {
-        "original_max_position_embeddings": original,
-        "beta_fast": data.number("rope.scaling.yarn_beta_fast", None),
-        "beta_slow": data.number("rope.scaling.yarn_beta_slow", None),
-    }
 
 
 def llama(data: Metadata) -> dict[str, Any]:
@@ -186,7 +54,7 @@ def glm4_moe(data: Metadata) -> dict[str, Any]:
     _check_router(data, SIGMOID)
     return config | {
         "architectures": ["Glm4MoeForCausalLM"],
-        "num_hidden_layers": config["num_hidden_layers"] - data.number("nextn_predict_layers", 0),
+        "num_hidden_layers": data.layers(),
         "attention_bias": data.has("blk.0.attn_q.bias"),
         "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
         "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
@@ -254,19 +122,85 @@ def olmo2(data: Metadata) -> dict[str, Any]:
     }
 
 
+def falcon_h1(data: Metadata) -> dict[str, Any]:
+    """With all multipliers one, as the weights have them."""
+    return base_config(data) | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_bias": data.has("blk.0.attn_q.bias"),
+        "mlp_bias": data.has("blk.0.ffn_up.bias"),
+        "mamba_d_ssm": data.number("ssm.inner_size"),
+        "mamba_n_heads": data.number("ssm.time_step_rank"),
+        "mamba_n_groups": data.number("ssm.group_count"),
+        "mamba_d_state": data.number("ssm.state_size"),
+        "mamba_d_conv": data.number("ssm.conv_kernel"),
+        "mamba_conv_bias": data.has("blk.0.ssm_conv1d.bias"),
+        "mamba_rms_norm": data.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def qwen35(data: Metadata) -> dict[str, Any]:
+    return (
+        base_config(data, ("nextn_predict_layers",)) | _delta_layers(data) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    )
+
+
+def qwen35_moe(data: Metadata) -> dict[str, Any]:
+    """Qwen3-Next, too: with its projections in separate tensors, it is Qwen3.5."""
+    _check_router(data)
+    config = base_config(data, ("nextn_predict_layers",), intermediate_size=1)  # of no layer
+    return (
+        config
+        | _delta_layers(data)
+        | {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "num_experts": data.number("expert_count"),
+            "num_experts_per_tok": data.number("expert_used_count"),
+            "moe_intermediate_size": data.number("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": data.number("expert_shared_feed_forward_length"),
+        }
+    )
+
+
+def _delta_layers(data: Metadata) -> dict[str, Any]:
+    """The keys of Gated DeltaNet, with the names that the metadata has for Mamba's."""
+    heads, layers = data.number("ssm.time_step_rank"), range(data.layers())
+    linear = [data.has(f"blk.{i}.ssm_out.weight") for i in layers]
+    return {
+        "num_hidden_layers": len(layers),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "linear_conv_kernel_dim": data.number("ssm.conv_kernel"),
+        "linear_key_head_dim": data.number("ssm.state_size"),
+        "linear_value_head_dim": data.number("ssm.inner_size") // max(1, heads),
+        "linear_num_key_heads": data.number("ssm.group_count"),
+        "linear_num_value_heads": heads,
+    }
+
+
 def lfm2(data: Metadata) -> dict[str, Any]:
+    return _lfm2(data) | {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(data: Metadata) -> dict[str, Any]:
+    _check_router(data, SIGMOID)
+    return _lfm2(data) | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_dense_layers": data.number("leading_dense_block_count", 0),
+        "num_experts": data.number("expert_count"),
+        "num_experts_per_tok": data.number("expert_used_count"),
+        "moe_intermediate_size": data.number("expert_feed_forward_length"),
+    }
+
+
+def _lfm2(data: Metadata) -> dict[str, Any]:
     """Layers without KV heads are convolutions."""
-    of_layers = data.values.get("lfm2.attention.head_count_kv")
-    of_layers = of_layers.tolist() if isinstance(of_layers, np.ndarray) else []
-    numbers = {number for number in of_layers if number}
-    if len(numbers) != 1:
-        raise CheckpointError("lfm2.attention.head_count_kv must have one number for layers with attention, and 0")
-    config = base_config(data, kv_heads=numbers.pop())
+    kv_heads = data.of_layers("attention.head_count_kv")
+    config = base_config(
+        data, num_key_value_heads=_one(data, "attention.head_count_kv", [number for number in kv_heads if number])
+    )
     return config | {
-        "architectures": ["Lfm2ForCausalLM"],
-        "block_auto_adjust_ff_dim": False,
         "conv_L_cache": data.number("shortconv.l_cache"),
-        "layer_types": ["full_attention" if number else "conv" for number in of_layers],
+        "layer_types": ["full_attention" if number else "conv" for number in kv_heads],
         "norm_eps": config["rms_norm_eps"],
     }
 
@@ -309,6 +243,67 @@ def gemma3(data: Metadata) -> dict[str, Any]:
     )
 
 
+def gemma4(data: Metadata) -> dict[str, Any]:
+    """Layers with a window have heads of another size; the last ones share KV pairs, and may have wider MLPs."""
+    slides, kv_heads = data.of_layers("attention.sliding_window_pattern"), data.of_layers("attention.head_count_kv")
+    sliding_heads, full_heads = (
+        _one(data, "attention.head_count_kv", [heads for i, heads in enumerate(kv_heads) if bool(slides[i]) == window])
+        for window in (True, False)
+    )
+    sizes = data.of_layers("feed_forward_length")
+    computed = ("attention.shared_kv_layers",)
+    config = base_config(data, computed, num_key_value_heads=sliding_heads, intermediate_size=sizes[0])
+    shared = data.number("attention.shared_kv_layers", 0)
+    own = [i < len(slides) - shared for i in range(len(slides))]
+    wide = sizes[-1] != sizes[0]
+    if sizes != [sizes[0] * (2 if wide and not each else 1) for each in own]:
+        raise CheckpointError(f"gemma4.feed_forward_length differs between layers, but not as in Gemma 4: {sizes}")
+    inputs = data.header.tensors.get("per_layer_token_embd.weight")
+    return config | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "enable_moe_block": data.number("expert_count", 0) > 0,
+        "head_dim": data.number("attention.key_length_swa"),
+        "global_head_dim": config["head_dim"],
+        "num_global_key_value_heads": full_heads,
+        "attention_k_eq_v": any(
+            not data.has(f"blk.{i}.attn_v.weight") for i, each in enumerate(own) if each and not slides[i]
+        ),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": data.number("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": inputs.shape[0] if inputs else config["vocab_size"],
+        "sliding_window": data.number("attention.sliding_window"),
+        "layer_types": _layer_types(slides),
+        "final_logit_softcapping": data.number("final_logit_softcapping", 0) or None,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "partial_rotary_factor": None,
+        "rope_parameters": _gemma4_rope(data, config["rope_theta"]),
+    }
+
+
+def _gemma4_rope(data: Metadata, theta: float) -> dict[str, Any]:
+    """In full layers, the last frequencies of heads are divided by a number that stops them."""
+    factors = data.read(FACTORS) if data.has(FACTORS) else [1.0]
+    turning = [factor for factor in factors if factor < STOPPED]
+    if any(factor != 1 for factor in turning):
+        raise CheckpointError(
+            f"{FACTORS} has other numbers than 1 and those that stop RoPE, which kvllm does not support"
+        )
+    full = {
+        "rope_type": "proportional",
+        "rope_theta": theta,
+        "partial_rotary_factor": len(turning) / max(1, len(factors)),
+    }
+    head_dim = data.number("attention.key_length_swa")
+    sliding = {
+        "rope_type": "default",
+        "rope_theta": data.number("rope.freq_base_swa", 10000.0),
+        "partial_rotary_factor": data.number("rope.dimension_count_swa", head_dim) / max(1, head_dim),
+    }
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
 def gpt_oss(data: Metadata) -> dict[str, Any]:
     config = base_config(data)
     scaling = config["rope_scaling"]
@@ -333,7 +328,17 @@ def _gemma(data: Metadata) -> dict[str, Any]:
     }
 
 
-def _layer_types(pattern: np.ndarray) -> list[str]:
+def _one(data: Metadata, key: str, numbers: Collection[Any]) -> Any:
+    """The number that layers of one kind share. Raises CheckpointError if they have several or none."""
+    found = set(numbers)
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{data.architecture}.{key} must have one number for all layers of a kind, but has {found}"
+        )
+    return found.pop()
+
+
+def _layer_types(pattern: Iterable[bool]) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
@@ -344,17 +349,3 @@ def _check_router(data: Metadata, computed: int = SOFTMAX) -> None:
             f"{data.architecture}.expert_gating_func is {function}: kvllm computes {computed}, of "
             f"{SOFTMAX}, softmax, and {SIGMOID}, sigmoid"
         )
-
-
-def _dtype(header: Header) -> str:
-    """That of the matrices, which were of bfloat16 as a rule where they are quantized now."""
-    types = {info.type.name for info in header.tensors.values() if len(info.shape) > 1} - {"F32"}
-    if not types:
-        return "float32"
-    return "float16" if types == {"F16"} else "bfloat16"
-
-
-def _eos_token_ids(data: Metadata) -> list[int]:
-    """Those of a text, of a turn and of a message to a tool. With gpt-oss, a turn has parts, and the text goes on."""
-    names = ("eos",) if data.architecture == "gpt-oss" else ("eos", "eot", "eom")
-    return [token_id for name in names if (token_id := data.token_id(name)) is not None]

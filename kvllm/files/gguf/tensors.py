@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,8 @@ class GGUFTensor:
 
     blocks: uint8 `[*shape[:-1], bytes of a row]`, a view of the file.
     order: int64 `[shape[0]]`, the row of the file that each row is, if not its own.
-    offset: what the file has added to the values.
+    column_parts: int64, of equal parts of the columns, the one of the file that each is, if not its own.
+    undo: makes the values of those of the file, if they are others.
     """
 
     file: Path
@@ -37,17 +39,16 @@ class GGUFTensor:
     shape: tuple[int, ...]
     blocks: torch.Tensor
     order: torch.Tensor | None = None
-    offset: float = 0.0
+    column_parts: torch.Tensor | None = None
+    undo: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     dtype = "F32"
 
     @classmethod
-    def view(
-        cls, info: TensorInfo, data: torch.Tensor, order: torch.Tensor | None = None, offset: float = 0.0
-    ) -> GGUFTensor:
+    def view(cls, info: TensorInfo, data: torch.Tensor) -> GGUFTensor:
         """The tensor in the bytes of its whole file."""
         blocks = data[info.start : info.start + info.num_bytes].view(*info.shape[:-1], -1)
-        return cls(info.file, info.type, info.shape, blocks, order, offset)
+        return cls(info.file, info.type, info.shape, blocks)
 
     @property
     def kind(self) -> str:
@@ -55,16 +56,19 @@ class GGUFTensor:
 
     @property
     def form(self) -> GroupForm | None:
-        return FORMS.get(self.type.name) if len(self.shape) == 2 and not self.offset else None
+        form = FORMS.get(self.type.name) if len(self.shape) == 2 and not self.undo else None
+        if form and self.column_parts is not None and self.shape[1] // len(self.column_parts) % form.group:
+            return None
+        return form
 
     def read_groups(self, rows: slice | torch.Tensor) -> Groups:
         rows = rows if self.order is None else self.order[rows]
         with np.errstate(all="ignore"):  # as in `_numbers`
             values, scales, minimums = decode(self.blocks[rows].contiguous().numpy(), self.type)
         return Groups(
-            torch.from_numpy(values),
-            torch.from_numpy(scales),
-            None if minimums is None else torch.from_numpy(minimums),
+            self._in_order(torch.from_numpy(values)),
+            self._in_order(torch.from_numpy(scales)),
+            None if minimums is None else self._in_order(torch.from_numpy(minimums)),
         )
 
     def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
@@ -79,8 +83,14 @@ class GGUFTensor:
         raw = blocks.contiguous().numpy()
         with np.errstate(all="ignore"):  # a scale that is no number makes such weights
             numbers = torch.from_numpy(dequantize(raw.reshape(-1, raw.shape[-1]), self.type))
-        numbers = numbers - self.offset if self.offset else numbers
-        return numbers.view(*raw.shape[:-1], -1)
+        numbers = self.undo(numbers) if self.undo else numbers
+        return self._in_order(numbers.view(*raw.shape[:-1], -1))
+
+    def _in_order(self, columns: torch.Tensor) -> torch.Tensor:
+        """`[..., columns]`, or `[..., groups of columns]`."""
+        if self.column_parts is None:
+            return columns
+        return columns.unflatten(-1, (len(self.column_parts), -1))[..., self.column_parts, :].flatten(-2)
 
     def forget(self) -> None:
         forget_pages(self.blocks)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvllm.errors import CheckpointError
 from kvllm.files.gguf.header import Strings
-from kvllm.sentencepiece_model import CONTROL, UNKNOWN, USER_DEFINED, SentencePieceModel
+from kvllm.sentencepiece_model import CONTROL, SPACE, UNKNOWN, USER_DEFINED, SentencePieceModel
 
 PREFIX = "tokenizer.ggml."
 BYTE = 6
@@ -26,6 +26,9 @@ END_TOKENS = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|return|>",
@@ -42,6 +45,10 @@ LLAMA3 = (
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -55,15 +62,17 @@ GPT4O = (
 GPT2, DIGITS = "", r"\p{N}"
 """GPT-2's expression is that of `ByteLevel` itself; with DIGITS, each digit is cut out before it."""
 SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    "qwen35": QWEN35,
     "tekken": TEKKEN,
     "gpt-4o": GPT4O,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais"), GPT2),
 }
 """How llama.cpp splits a text into words, by `tokenizer.ggml.pre`."""
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "tekken")
 """Vocabularies in which a word that is a token is not merged, and a token stands before a text."""
 
 
@@ -81,10 +90,12 @@ def read_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
         backend, adds_bos = _byte_level(metadata, tokens, types), metadata.get(f"{PREFIX}pre") in WHOLE_WORDS
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(metadata, tokens, types, special), True
+    elif kind == "gemma4":
+        backend, adds_bos = _with_merges(metadata, tokens, types, special), True
     else:
         raise CheckpointError(
-            f"unsupported tokenizer {kind!r:.80} (tokenizer.ggml.model): kvllm reads gpt2 (byte-level BPE) and llama "
-            "(SentencePiece). Give the directory of another with tokenizer=, or prompts as token ids"
+            f"unsupported tokenizer {kind!r:.80} (tokenizer.ggml.model): kvllm reads gpt2 (byte-level BPE), llama "
+            "(SentencePiece) and gemma4. Give the directory of another with tokenizer=, or prompts as token ids"
         )
     _surround(backend, metadata, special, adds_bos)
     hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **special)
@@ -95,7 +106,7 @@ def read_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
 
 def eos_tokens(hf: PreTrainedTokenizerBase) -> list[str]:
     """Texts of tokens that end a text or a turn. With gpt-oss, "<|end|>" ends a part of a turn alone."""
-    found = {token.content for token in hf.added_tokens_decoder.values() if token.special}.intersection(END_TOKENS)
+    found = {token.content for token in hf.added_tokens_decoder.values()}.intersection(END_TOKENS)
     return sorted(found - {"<|end|>"} if "<|return|>" in found else found)
 
 
@@ -106,23 +117,40 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int]) -
             f"unsupported way to split texts {name!r:.80} (tokenizer.ggml.pre): kvllm knows {', '.join(SPLITS)}. Give "
             "the directory of another tokenizer with tokenizer=, or prompts as token ids"
         )
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(metadata, "merges"))]
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in WHOLE_WORDS))
-    if name == "qwen2":
+    tokenizer = Tokenizer(models.BPE(**_bpe(metadata, tokens), ignore_merges=name in WHOLE_WORDS))
+    if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()  # as the model's own tokenizer, and not as llama.cpp
     split = SPLITS[name]
     words = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (GPT2, DIGITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, whole])
     tokenizer.decoder = decoders.ByteLevel()
-    added = [
+    tokenizer.add_tokens(_added(tokens, types))
+    return tokenizer
+
+
+def _with_merges(metadata: dict[str, Any], tokens: list[str], types: list[int], special: dict[str, str]) -> Tokenizer:
+    """SentencePiece's pieces, put together by merges that the file has."""
+    bpe = models.BPE(**_bpe(metadata, tokens), unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens(_added(tokens, types))
+    return tokenizer
+
+
+def _bpe(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Vocabulary and merges."""
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(metadata, "merges"))]
+    return {"vocab": {token: token_id for token_id, token in enumerate(tokens)}, "merges": merges}
+
+
+def _added(tokens: list[str], types: list[int]) -> list[AddedToken]:
+    return [
         AddedToken(token, normalized=False, special=kind == CONTROL)
         for token, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, USER_DEFINED)
     ]
-    tokenizer.add_tokens(added)
-    return tokenizer
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], special: dict[str, str]) -> Tokenizer:
