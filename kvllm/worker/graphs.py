@@ -113,7 +113,7 @@ class StepGraphs:
         """Those that the graph of a size reads."""
         if size not in self._inputs:
             inputs = self._inputs[size] = StepInputs(self._widest(size), self._static)
-            inputs.recordings = [Recording() for _ in inputs.parts]
+            inputs.recordings = [Recording(part) for part in range(len(inputs.parts))]
         return self._inputs[size]
 
     def _step(self, size: GraphSize) -> Step:
