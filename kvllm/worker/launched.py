@@ -15,7 +15,6 @@ from kvllm.worker.sampler import Samples
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.timing import PhaseClock
-from kvllm.worker.transfer import to_device
 
 
 @dataclass
@@ -63,17 +62,9 @@ class Launched:
 
     def place(self, states: Sequence[SequenceState], places: list[int], token_ids: torch.Tensor) -> None:
         """Write the tokens sampled for sequences to places of the token ids `[T]`, all on the device. The sequences
-        have them when the result is there.
-
-        A row without a token gives any, since its request ends.
-        """
+        have them when the result is there."""
         if not states or not self.samples:
             return
         rows = [state.sampled_row for state in states]
         self._unknown += [(state, len(state.token_ids) - 1, row) for state, row in zip(states, rows, strict=True)]
-        chosen, count = self.samples.chosen, len(rows)
-        if places == rows == list(range(count)):
-            token_ids[:count] = chosen[:count].clamp(min=0)
-        else:
-            to, source = to_device([places, rows], token_ids.device)
-            token_ids[to] = chosen[source].clamp(min=0)
+        self.samples.place(rows, places, token_ids)

@@ -25,6 +25,7 @@ from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.features import add_features
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
+from kvllm.worker.graphs import Capture
 from kvllm.worker.launched import Launched
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
@@ -83,6 +84,8 @@ class ModelRunner:
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
         self.forward_pass = ForwardPass(worker, samples=samples)
+        self.recorded = [self.forward_pass, *([draft.forward_pass] if draft and draft.captures else [])]
+        """Passes that graphs may hold."""
         self._overlaps = all(feature.overlaps for feature in self.features)
         self._last = Launched()
         self._batches = BatchKeeper()
@@ -142,7 +145,7 @@ class ModelRunner:
             with torch.inference_mode():
                 with clock.measure("model"):
                     sampled, batch = forward(before_pass) if forward else (NOTHING, None)
-                if self.forward_pass.graphs and batch and not plan.has_prefill:
+                if self.forward_pass.graphs and batch and not (plan.has_prefill or plan.verifications):
                     # The next step is probably one more token of each, and this one still runs.
                     self.forward_pass.graphs.prepare_ahead(batch.states)
                 prompts = self.forward_pass.reports.take()
@@ -152,6 +155,11 @@ class ModelRunner:
                 return self._last
 
         return run
+
+    def use_graphs(self, capture: Capture, num_blocks: int) -> None:
+        """Record passes and replay them from now on, where that can be done. num_blocks: in the pool."""
+        for forward_pass in self.recorded:
+            forward_pass.use_graphs(capture, num_blocks)
 
     @staticmethod
     def _complete(reporting: list[StepFeature], plan: StepPlan, result: StepResult) -> None:
@@ -266,10 +274,10 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, batch: StepBatch, last_logits: LastRows) -> Sampled:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         if batch.only_decodes:
-            logits, chosen = last_logits(range(batch.num_decodes))
+            last = last_logits(range(batch.num_decodes))
             if self._last.batch is not batch:
                 number_rows(batch.decoding)
-            return Sampled(sample(logits, batch.decode_rows, chosen)) if self.samples else NOTHING
+            return Sampled(sample(last.logits, batch.decode_rows, last.chosen)) if self.samples else NOTHING
         sampled, rows = batch.decoding[:], list(range(batch.num_decodes))
         drafted = range(batch.num_decodes, sum(batch.num_rows) - len(plan.chunks))
         parents = batch.states[batch.num_decodes + batch.num_verified :]
@@ -280,14 +288,15 @@ class ModelRunner:
         if not sampled and not drafted:
             return NOTHING
         number_rows(sampled)
-        logits, chosen = last_logits([*rows, *drafted])
+        last, of_drafts = last_logits([*rows, *drafted]).split(len(rows))
         if not self.samples:
             return NOTHING
-        samples = sample(logits[: len(rows)], rows_of(sampled), chosen) if sampled else None
+        samples = sample(last.logits, rows_of(sampled), last.chosen) if sampled else None
         if not drafted:
             return Sampled(samples)
         drafts = [verification.token_ids[1:] for verification in plan.verifications]
-        return Sampled(samples, verify(logits[len(rows) :], [state.sample_row for state in batch.verified], drafts))
+        of_sequences = [state.sample_row for state in batch.verified]
+        return Sampled(samples, verify(of_drafts.logits, of_sequences, drafts, of_drafts.chosen))
 
 
 class Sampled(NamedTuple):
