@@ -20,7 +20,7 @@ from kvllm.worker.timing import PhaseClock
 @dataclass
 class Launched:
     """verified, event_bytes: see StepResult. complete: adds to the result what tiers have done, and drafts.
-    batch: of the step."""
+    batch: of the step. has_result: whether `result` was called."""
 
     samples: Samples | None = None
     verified: Sequence[list[SampledToken]] = ()
@@ -29,6 +29,7 @@ class Launched:
     prompts: list[PromptReport] = field(default_factory=list)
     complete: Callable[[StepResult], None] | None = None
     batch: StepBatch | None = None
+    has_result: bool = False
     _unknown: list[tuple[SequenceState, int, int]] = field(default_factory=list)
     """Sequences whose token at an index is the sample of a row, for which the next step did not wait."""
 
@@ -37,9 +38,15 @@ class Launched:
         """Waits for the device."""
         return self.samples.tokens() if self.samples else []
 
+    def is_due(self) -> bool:
+        """Whether the result is to be made now: the device has executed the step, or the next one changes what the
+        result reads."""
+        return self.complete is not None or self.clock is None or self.clock.is_over()
+
     @torch.inference_mode()
     def result(self) -> StepResult:
         """Waits for the device."""
+        self.has_result = True
         for state, index, row in self._unknown:
             state.set_token(index, self.tokens[row].token_id)
         prompts = [prompt.wait() for prompt in self.prompts]
