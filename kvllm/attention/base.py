@@ -70,7 +70,10 @@ class HostRows(NamedTuple):
 
 class Recording:
     """The identity of a batch that a graph holds, by which a backend that `plans_on_host` knows its plan. It lives as
-    long as the graph."""
+    long as the graph. part: of the KV groups, one of those that a graph has."""
+
+    def __init__(self, part: int = 0) -> None:
+        self.part = part
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ LAYOUT = "HND"
 """`[blocks, kv_heads, block_size, head_dim]`, that of this cache: nothing is copied."""
 WORKSPACE_BYTES = 128 << 20
 """Recommended by the library for the partial results of split sequences. Kernels use it one after the other."""
-
+PLAN_BYTES = 8 << 20
+"""What the library takes for what kernels read of a plan."""
 
 Kind = tuple[int, float]
 """Of layers that share a plan of the library: tokens of the window before a query's own, or -1; soft cap, or 0."""
@@ -62,11 +63,12 @@ class GraphBuffers:
 @dataclass(eq=False)
 class GroupPlan:
     """A group of runs. planned: the library's wrappers that were planned for it, one for each kind of layer.
-    buffers: of a plan that a graph holds, which keeps its wrappers."""
+    buffers: of a plan that a graph holds, which keeps its wrappers. part: as of Recording."""
 
     group: RunGroup
     pages: Pages
     buffers: GraphBuffers | None = None
+    part: int = 0
     planned: dict[Kind, Planner] = field(default_factory=dict)
 
     @property
@@ -91,7 +93,8 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
     what else is in the batch, so a token's bits depend on the batch.
 
     A graph holds the launches of one plan. How many programs these start follows from the number of sequences; what
-    they do is read from memory that the library's `plan` writes, so it is called again before each replay.
+    they do is read from memory that the library's `plan` writes, so it is called again before each replay. A wrapper
+    has one number of sequences, but those of all graphs share that memory.
     """
 
     name = "flashinfer"
@@ -105,6 +108,7 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
         self._recorded = weakref.WeakKeyDictionary[Recording, list[GroupPlan]]()
         self._workspace = self._zeros(WORKSPACE_BYTES)
         self._graph_workspace = self._workspace
+        self._graph_plans: dict[tuple[int, Kind], torch.Tensor] = {}  # by part
         self._planners: dict[bool, list[Planner]] = defaultdict(list)  # by whether they decode
 
     def _zeros(self, num_bytes: int) -> torch.Tensor:
@@ -116,8 +120,8 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
             return [GroupPlan(group, self._pages(group, batch.block_tables)) for group in self._groups(batch)]
         if batch.recording not in self._recorded:
             [group] = self._groups(batch)
-            buffers = self._buffers(*batch.block_tables.shape)
-            self._recorded[batch.recording] = [GroupPlan(group, self._pages(group, batch.block_tables), buffers)]
+            pages, buffers = self._pages(group, batch.block_tables), self._buffers(*batch.block_tables.shape)
+            self._recorded[batch.recording] = [GroupPlan(group, pages, buffers, batch.recording.part)]
         return self._recorded[batch.recording]
 
     def before_replay(self, batch: AttentionBatch) -> None:
@@ -161,7 +165,7 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
         """A wrapper that is planned for layers with these options."""
         kind = -1 if options.window is None else options.window - 1, options.soft_cap or 0.0
         if kind not in plan.planned:
-            planner = self._lease(plan)
+            planner = self._lease(plan, kind)
             self._plan_for(plan, planner, kind)
             plan.planned[kind] = planner
         return plan.planned[kind].wrapper
@@ -176,10 +180,10 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
 
     # Wrappers: each has memory of its own, some of it pinned
 
-    def _lease(self, plan: GroupPlan) -> Planner:
+    def _lease(self, plan: GroupPlan, kind: Kind) -> Planner:
         """A wrapper whose last plan is gone, or a new one; always a new one for a graph, of just its size."""
         if plan.buffers:
-            return Planner(self._wrapper_for_graph(plan.buffers), weakref.ref(plan))
+            return Planner(self._wrapper_for_graph(plan.buffers, (plan.part, kind)), weakref.ref(plan))
         planners = self._planners[plan.group.is_decode]
         for planner in planners:
             if planner.user() is None:
@@ -194,11 +198,14 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
         planners.append(Planner(wrapper, weakref.ref(plan)))
         return planners[-1]
 
-    def _wrapper_for_graph(self, buffers: GraphBuffers) -> Any:
+    def _wrapper_for_graph(self, buffers: GraphBuffers, planned: tuple[int, Kind]) -> Any:
+        """planned: the part and kind of layers. Graphs hold several, of which all are planned before a replay."""
         needed = self._graph_bytes(len(buffers.last_page_len))
         if len(self._graph_workspace) < needed:
             self._graph_workspace = self._zeros(needed)
-        return BatchDecodeWithPagedKVCacheWrapper(  # pyright: ignore[reportCallIssue]
+        if planned not in self._graph_plans:
+            self._graph_plans[planned] = self._zeros(PLAN_BYTES)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(  # pyright: ignore[reportCallIssue]
             self._graph_workspace,
             LAYOUT,
             use_cuda_graph=True,
@@ -207,6 +214,8 @@ class FlashInferBackend(AttentionBackend[list[GroupPlan]]):
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page_len,
         )
+        wrapper.reset_workspace_buffer(self._graph_workspace, self._graph_plans[planned])
+        return wrapper
 
     def _buffers(self, num_seqs: int, num_blocks: int) -> GraphBuffers:
         sizes = num_seqs + 1, num_seqs * num_blocks, num_seqs

@@ -160,6 +160,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(not compression.spec.reads_mass, field, value, allowed)
 
     @property
+    def most_drafts(self) -> int:
+        """Tokens that are drafted for a sequence in a step."""
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
     def num_self_drafts(self) -> int:
         """Sequences for which a model that drafts for itself has room at once."""
         return min(MOST_SELF_DRAFTS, self.max_num_seqs)

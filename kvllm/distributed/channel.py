@@ -6,6 +6,7 @@ at once that the other side is gone.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -27,6 +28,10 @@ class Channel:
     def send(self, number: int, message: bytes = b"") -> None:
         with self._sending:
             self.connection.sendall(HEADER.pack(number, len(message)) + message)
+
+    def has_message(self, seconds: float) -> bool:
+        """Whether one begins within so many seconds, or the other side is gone."""
+        return bool(select.select([self.connection], [], [], seconds)[0])
 
     def receive(self) -> tuple[int, bytes]:
         """The next message. Raises EOFError if the other side is gone, TimeoutError if it stops halfway."""

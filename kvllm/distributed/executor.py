@@ -21,7 +21,8 @@ from kvllm.worker.build import Loaded, RunnerSettings
 
 
 class RayExecutor(Executor):
-    """Runs plans on `world_size` ranks, in the Ray cluster that this process belongs to, or can join, or starts.
+    """Runs plans on `world_size` ranks, in the Ray cluster that this process belongs to, or can join, or starts. Tokens
+    of a step in flight go into the next one on the ranks' devices.
 
     Args:
         placement: a strategy of Ray's placement groups. "STRICT_PACK": all ranks on one node.
@@ -31,6 +32,8 @@ class RayExecutor(Executor):
     Raises:
         ConfigError: the cluster cannot hold the ranks.
     """
+
+    fills_pending = True
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class RayExecutor(Executor):
         if not self._groups or not self._groups[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:
-            self._groups[0].launch(encode(plan))
+            self._groups[0].launch(encode(plan), reset=plan.reset)
         except WorkerError as fault:
             self._restart(fault)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ from kvllm.distributed.process_group import ProcessGroupShard
 from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
 from kvllm.parallel import Counted, Shard, SingleRank
 from kvllm.worker.build import Loaded, RunnerSettings, available_memory, make_runner
+from kvllm.worker.launched import Launched
+from kvllm.worker.model_runner import ModelRunner
 
 COLLECTIVE_TIMEOUT = 3600.0
 """Seconds, as many as loading may take: the first collective waits for the slowest disk. In a step, the engine's
 process notices a rank that keeps the others waiting much sooner."""
+POLL_SECONDS = 2e-4
+"""How long a rank waits for a plan before it looks whether the device has executed the last one."""
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT = -1
 """In place of a step's number: the rank is at work. The message changes as long as it advances."""
@@ -87,12 +92,29 @@ def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> 
         runner.grammars.prepare()
     channel.send(0, msgspec.msgpack.encode(Loaded.of(start.settings, runner)))
     with _heartbeat(channel, shard) as busy:
-        while True:
-            number, plan = channel.receive()
-            busy.set()
-            result = runner.execute(decode_plan(plan))
-            busy.clear()
+        _run_plans(channel, runner, busy)
+
+
+def _run_plans(channel: Channel, runner: ModelRunner, busy: threading.Event) -> None:
+    """Launch plans as they come, and send the result of each as soon as it is there. The next plan may be launched
+    before that; ranks need not agree on which comes first."""
+    launched: deque[tuple[int, Launched]] = deque()
+    while True:
+        if launched and launched[0][1].is_due():
+            number, step = launched.popleft()
+            result = step.result()
+            if not runner.samples:
+                result.tokens = []
+            if not launched:
+                busy.clear()
             channel.send(number, encode(result))
+        elif not launched or channel.has_message(POLL_SECONDS):
+            number, message = channel.receive()
+            busy.set()
+            plan = decode_plan(message)
+            if plan.reset:
+                launched.clear()
+            launched.append((number, runner.launch(plan)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -43,8 +44,8 @@ ORDERED_STORES = ("x86_64", "AMD64")
 
 
 class WorkerGroup:
-    """Starts the ranks, in `group` or in a placement group of its own. `load` comes first, then any number of
-    plans, one at a time.
+    """Starts the ranks, in `group` or in a placement group of its own. `load` comes first, then any number of plans, of
+    which several may be in flight.
 
     device: "cuda" or "cpu". available_memory: bytes for each rank, the least over all. pids: by rank.
     in_step: False if an exception, such as an interrupt, kept a plan from some ranks, or cut an answer in two. Then the
@@ -61,6 +62,8 @@ class WorkerGroup:
         self.in_step = True
         self.pids: list[int] = []
         self._number = 0
+        self._in_flight: deque[int] = deque()
+        self._answers: list[dict[int, bytes]] = [{} for _ in range(world_size)]  # by the numbers of plans
         self._channels: list[Channel] = []
         self._actors: list[Any] = []  # handles: their types lack the methods that Ray adds
         self._runs: list[ray.ObjectRef] = []
@@ -85,22 +88,25 @@ class WorkerGroup:
         """
         try:
             self._send(msgspec.msgpack.encode(Start(self._rendezvous, settings)))
-            return msgspec.msgpack.decode(self._receive(LOAD_SECONDS, LOAD_SECONDS)[0], type=Loaded)
+            return msgspec.msgpack.decode(self._receive(0, LOAD_SECONDS, LOAD_SECONDS)[0], type=Loaded)
         except WorkerError:
             for error in self._errors():
                 if isinstance(error, RayTaskError) and isinstance(error.cause, KvLLMError):
                     raise error.cause from error
             raise
 
-    def launch(self, plan: bytes) -> None:
-        """Send a plan to all ranks. Raises WorkerError."""
+    def launch(self, plan: bytes, *, reset: bool = False) -> None:
+        """Send a plan to all ranks. reset: answers to those before it are dropped. Raises WorkerError."""
+        if reset:
+            self._in_flight.clear()
         self._number += 1
+        self._in_flight.append(self._number)
         self._send(plan)
 
     def collect(self) -> list[bytes]:
-        """The answers of all ranks when they have executed the plan launched last: rank 0's result, and the transfers
+        """The answers of all ranks when they have executed the first plan in flight: rank 0's result, and the transfers
         of the others. Raises WorkerError."""
-        return self._receive(SILENCE_SECONDS, STANDSTILL_SECONDS)
+        return self._receive(self._in_flight.popleft(), SILENCE_SECONDS, STANDSTILL_SECONDS)
 
     def close(self) -> None:
         """End the ranks, whatever they do, and give back their places."""
@@ -190,26 +196,28 @@ class WorkerGroup:
                 raise self._fault(f"rank {rank} takes no plans ({error})") from error
         self.in_step = True
 
-    def _receive(self, silence: float, standstill: float) -> list[bytes]:
-        """Every rank's answer to the last message, in order. Answers to earlier ones are dropped.
+    def _receive(self, number: int, silence: float, standstill: float) -> list[bytes]:
+        """Every rank's answer to a message, in order. Answers to earlier ones are dropped.
 
         Raises WorkerError when a rank's connection ends, it has said nothing for `silence` seconds, or said that it
         got no further for `standstill` seconds.
         """
         begin = time.monotonic()
         hang_detectors = [HangDetector(silence, standstill, begin) for _ in range(self.world_size)]
-        found: dict[int, bytes] = {}
-        while len(found) < self.world_size:
+        while not all(number in answers for answers in self._answers):
             for key, _ in self._selector.select(POLL_SECONDS):
-                number, message = self._receive_from(key.data)
-                hang_detectors[key.data].hear(time.monotonic(), message if number == HEARTBEAT else None)
-                if number == self._number:
-                    found[key.data] = message
+                answered, message = self._receive_from(key.data)
+                hang_detectors[key.data].hear(time.monotonic(), message if answered == HEARTBEAT else None)
+                self._answers[key.data][answered] = message
             now = time.monotonic()
             for rank, hang_detector in enumerate(hang_detectors):
-                if rank not in found and (complaint := hang_detector.complaint(now)):
+                if number not in self._answers[rank] and (complaint := hang_detector.complaint(now)):
                     raise self._fault(f"rank {rank} (pid {self.pids[rank]}) {complaint}")
-        return [found[rank] for rank in range(self.world_size)]
+        found = [answers[number] for answers in self._answers]
+        for answers in self._answers:
+            for earlier in [each for each in answers if each <= number]:
+                del answers[earlier]
+        return found
 
     def _receive_from(self, rank: int) -> tuple[int, bytes]:
         self.in_step = False

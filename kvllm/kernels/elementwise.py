@@ -23,13 +23,13 @@ def _rms_norm_row(output, residual, x, weight, eps, WIDTH: tl.constexpr, COLUMNS
         row = (row + tl.load(residual + first + column, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(residual + first + column, row, mask=mask)
         row = row.to(tl.float32)
-    scaled = (row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
+    scaled = (row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)).to(weight.dtype.element_ty).to(tl.float32)
     weighted = scaled * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(output + first + column, weighted.to(dtype), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype -> `[T, D]`."""
+    """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype or float32 -> `[T, D]`."""
     return _launch_rms_norm(x, x, weight, eps, add=False)
 
 
@@ -118,8 +118,9 @@ def _rotate_heads(
     )
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
-        low = ((low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
+        narrow = q_weight.dtype.element_ty
+        low = ((low * scale).to(narrow).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
+        high = ((high * scale).to(narrow).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
     angles = cos_sin + tl.load(positions + row) * (2 * HALF) + channel
     cos = tl.load(angles, mask=channel < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=channel < HALF, other=0.0)

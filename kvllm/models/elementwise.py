@@ -34,15 +34,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     A weight of float32 for an `x` of 16 bits multiplies before the result is rounded, which happens once.
     """
-    if _widens(weight, x):
-        return rms_norm(x.float(), weight, eps).to(x.dtype)
     return _implementation("rms_norm", x.device.type)(x, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the RMSNorm of the sum, as `rms_norm`; both `[T, D]`."""
-    if _widens(weight, x):
-        return rms_norm(residual.add_(x), weight, eps)
     return _implementation("add_rms_norm", x.device.type)(residual, x, weight, eps)
 
 
@@ -76,25 +72,14 @@ def rotary(
     q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None. Of the dtype of `qkv`,
         or of float32 (`rms_norm`).
     """
-    if q_weight is not None and k_weight is not None and _widens(q_weight, qkv):
-        queries, keys = num_query_heads * head_dim, num_kv_heads * head_dim
-        _normalize_heads(qkv[:, :queries], q_weight, eps)
-        _normalize_heads(qkv[:, queries : queries + keys], k_weight, eps)
-        q_weight = k_weight = None
     rotate = _implementation("rotary", qkv.device.type)
     rotate(qkv, positions, cos_sin, num_query_heads, num_kv_heads, head_dim, q_weight, k_weight, eps)
-
-
-def _normalize_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """RMSNorm of each head, in place."""
-    rows = heads.reshape(-1, len(weight))
-    heads.copy_(rms_norm(rows, weight, eps).view_as(heads))
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x32 = x.float()
     scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return scaled.to(x.dtype) * weight
+    return (scaled.to(weight.dtype) * weight).to(x.dtype)
 
 
 def torch_add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -130,8 +115,3 @@ def torch_rotary(
         x = heads if weight is None else torch_rms_norm(heads, weight, eps)
         low, high = x.float().chunk(2, dim=-1)
         heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
-
-
-def _widens(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a weight of float32 belongs to an `x` of 16 bits, and no operator computes with both."""
-    return weight.dtype == torch.float32 != x.dtype and not x.is_cpu

@@ -95,8 +95,7 @@ def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Ite
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
             "out, or give attention_backend='reference' if it is meant"
         )
-    may_record = not settings.enforce_eager and not any(feature.reads_hidden for feature in runner.features)
-    if runner.device.type == "cuda" and may_record and runner.forward_pass.graphs is None:
+    if runner.device.type == "cuda" and not settings.enforce_eager and runner.forward_pass.graphs is None:
         yield (
             f"the attention backend {runner.backend.name} cannot be captured in CUDA graphs, so decode steps are "
             "launched kernel by kernel, which is slower: attention_backend='triton' can be captured"
@@ -166,7 +165,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         run_heaviest_steps(runner, engine)
     if stream:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
-            runner.forward_pass.use_graphs(cuda_capture(stream), num_blocks)
+            runner.use_graphs(cuda_capture(stream), num_blocks)
     return runner
 
 
@@ -227,7 +226,7 @@ def _runner(
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
         store=store,
-        draft=_draft_model(settings.draft, draft, backend.cache) if settings.draft and draft else None,
+        draft=_draft_model(settings, settings.draft, draft, backend.cache) if settings.draft and draft else None,
     )
 
 
@@ -239,11 +238,14 @@ def _load_draft(settings: RunnerSettings, model: Decoder, device: torch.device) 
     return draft
 
 
-def _draft_model(settings: RunnerSettings, draft: Decoder, beside: PagedKVCache) -> DraftModel:
+def _draft_model(
+    settings: RunnerSettings, of_draft: RunnerSettings, draft: Decoder, beside: PagedKVCache
+) -> DraftModel:
     """Over a pool with as many blocks as the cache beside it."""
-    backend = _backend(settings, SingleRank(), beside.data.device, beside.num_blocks)
-    arguments = (backend, settings.engine, draft_bytes_per_block(settings.model, backend.cache.shape))
-    return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
+    backend = _backend(of_draft, SingleRank(), beside.data.device, beside.num_blocks)
+    kind = MTPModel if isinstance(draft, MTPDecoder) else DraftModel
+    block_bytes = draft_bytes_per_block(of_draft.model, backend.cache.shape)
+    return kind(draft, backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
 
 
 def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -12,14 +13,16 @@ import torch
 from kvllm.attention.base import AttentionBackend
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import StepPlan
+from kvllm.core.sequence import PENDING
 from kvllm.core.tables import TableStart
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import Decoder
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Text
-from kvllm.worker.forward_pass import ForwardPass
+from kvllm.worker.forward_pass import ForwardPass, Place
+from kvllm.worker.inputs import AHEAD
 from kvllm.worker.last_logits import LastLogits
-from kvllm.worker.sampler import sample
+from kvllm.worker.sampler import Samples, sample
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import StepBatch, rows_of
 from kvllm.worker.threads import operators_alone
@@ -44,11 +47,16 @@ class DraftModel:
     is new, or had none for long, none until all of its text is computed, with at most `max_num_batched_tokens` of all
     sequences at once.
 
+    On a GPU the tokens of a pass go into the next one without a detour, and come to the host together, unless a request
+    asks for what depends on them beside the logits.
+
     config: with as many blocks as the pool has, in one group. bytes_per_block: memory for as many tokens as one holds.
-    features: of its passes. reads_hidden: whether it needs the hidden states of texts.
+    most: tokens of a draft. features: of its passes. reads_hidden: whether it needs the hidden states of texts.
+    captures: whether a graph may hold its passes.
     """
 
     reads_hidden: ClassVar[bool] = False
+    captures: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class DraftModel:
         backend: AttentionBackend,
         config: EngineConfig,
         bytes_per_block: int,
+        most: int,
         features: Sequence[StepFeature] = (),
     ) -> None:
         self.model = model
@@ -66,7 +75,7 @@ class DraftModel:
         self.operations = make_operations(self.cache)
         worker = WorkerParts(model, config, self.operations, backend, self.tables, features=[*features])
         self.device = worker.device
-        self.forward_pass = ForwardPass(worker, samples=True)
+        self.forward_pass = ForwardPass(worker, samples=True, ahead=max(AHEAD, most))
         self.reset()
 
     def reset(self) -> None:
@@ -103,12 +112,28 @@ class DraftModel:
 
     def _draft(self, texts: Sequence[Text]) -> None:
         found = [(text, held) for text in texts if (held := self._hold(text))]
-        going_on = self._read(found)
-        while going_on := [(text, held) for text, held in going_on if len(text.draft) < text.count]:
-            for text, held in going_on:
-                held.drafted.append(text.draft[-1])
-            logits = self._pass(going_on, [text.draft[-1:] for text, _ in going_on])
-            going_on = _choose(logits, going_on)
+        waits = self.device.type == "cpu" or any(text.row.reads_output for text, _ in found)
+        steps, step = list[DraftStep](), self._read(found)
+        while step:
+            steps.append(step)
+            step.extend()
+            if waits:
+                step.settle(len(steps) - 1)
+            step = self._next(step, waits=waits)
+        for depth, step in enumerate(steps if not waits else ()):
+            step.settle(depth)
+        for text, held in found:
+            held.drafted = text.draft[:-1]
+            del text.draft[text.count :]
+
+    def _next(self, step: DraftStep, *, waits: bool) -> DraftStep | None:
+        """Draft the token after that of a step, of the texts that ask for one."""
+        rows = [i for i, (text, _) in enumerate(step.texts) if len(text.draft) < text.count]
+        if not rows:
+            return None
+        texts = [step.texts[i] for i in rows]
+        place = None if waits else partial(step.samples.place, rows, list(range(len(rows))))
+        return _choose(self._pass(texts, [text.draft[-1:] for text, _ in texts], place), texts)
 
     def _hold(self, text: Text) -> Held | None:
         """What is there of a text, with blocks for its draft; None if there is no room."""
@@ -152,9 +177,9 @@ class DraftModel:
             right += 1
         return right
 
-    def _read(self, found: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
-        """Compute what is missing of texts, the shortest first, in one pass. Returns those of which nothing is missing
-        then, with the first token of their drafts."""
+    def _read(self, found: list[tuple[Text, Held]]) -> DraftStep | None:
+        """Compute what is missing of texts, the shortest first, in one pass. Drafts the first token of those of which
+        nothing is missing then."""
         missing = [text.after(held.state.logical_length) for text, held in found]
         left, chunks, whole = self.config.max_num_batched_tokens, list[list[int]](), list[int]()
         order = sorted(range(len(found)), key=lambda i: len(missing[i]))
@@ -166,12 +191,14 @@ class DraftModel:
                 chunks.append(chunk)
                 left -= len(chunk)
         if not chunks:
-            return []
-        logits = self._pass([found[i] for i in order[: len(chunks)]], chunks)
-        return _choose(logits[: len(whole)], [found[i] for i in order[: len(whole)]]) if whole else []
+            return None
+        last = self._pass([found[i] for i in order[: len(chunks)]], chunks)
+        texts = [found[i] for i in order[: len(whole)]]
+        return _choose(last.rows(range(len(texts))), texts) if texts else None
 
-    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]]) -> torch.Tensor:
-        """Compute the next tokens of sequences. Returns the logits of the last one of each: `[S, V]`."""
+    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]], place: Place | None = None) -> LastLogits:
+        """Compute the next tokens of sequences -> the logits of the last one of each. place: writes those that only the
+        device knows."""
         states = [held.state for _, held in found]
         counts = [len(each) for each in tokens]
         table_slots, num_known = np.array([state.table_slot for state in states]), np.array(counts)
@@ -180,18 +207,32 @@ class DraftModel:
         inputs, compute = self.forward_pass.prepare(NO_PLAN, batch)
         self.tables.advance(table_slots, num_known)
         inputs.write_tokens(np.concatenate(tokens))
-        last: LastLogits = compute(inputs, None)(range(len(states)))
-        return last.logits
+        return compute(inputs, place)(range(len(states)))
 
 
-def _choose(logits: torch.Tensor, texts: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
-    """Add a token to each draft. Returns those that can go on."""
+@dataclass
+class DraftStep:
+    """A token more of the drafts of some texts, which a device may still be at work on."""
+
+    texts: list[tuple[Text, Held]]
+    samples: Samples
+
+    def extend(self) -> None:
+        """Append PENDING to each draft."""
+        for text, _ in self.texts:
+            text.draft.append(PENDING)
+            text.row.output_token_ids.append(PENDING)
+
+    def settle(self, depth: int) -> None:
+        """Put the tokens of this step at an index of the drafts, which end before one that could not be sampled. Waits
+        for the device."""
+        for (text, _), token in zip(self.texts, self.samples.tokens(), strict=True):
+            text.row.output_token_ids[depth - len(text.draft)] = text.draft[depth] = token.token_id
+            if token.error:
+                text.count = min(text.count, depth)
+
+
+def _choose(last: LastLogits, texts: list[tuple[Text, Held]]) -> DraftStep:
     rows = rows_of([held.state for _, held in texts])
     rows.reported.clear()  # nobody asks for log probabilities of drafts
-    going_on = []
-    for (text, held), token in zip(texts, sample(logits, rows).tokens(), strict=True):
-        if token.error is None:
-            text.draft.append(token.token_id)
-            text.row.output_token_ids.append(token.token_id)
-            going_on.append((text, held))
-    return going_on
+    return DraftStep(texts, sample(last.logits, rows, last.chosen))

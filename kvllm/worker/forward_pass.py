@@ -14,28 +14,28 @@ from kvllm.worker.draws import most_likely, reads_in_place
 from kvllm.worker.features.base import Attend, PassAttention, WorkerParts
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
-from kvllm.worker.inputs import InputPreparer
+from kvllm.worker.inputs import AHEAD, InputPreparer
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.prompt_logprobs import PromptReports
 from kvllm.worker.state import part_of_layers, table_widths
 from kvllm.worker.step_batch import StepBatch
-from kvllm.worker.step_inputs import InputShape, StepInputs
+from kvllm.worker.step_inputs import LOGIT_TOKENS, InputShape, StepInputs
 from kvllm.worker.transfer import to_device
 
 Place = Callable[[torch.Tensor], None]
 """Writes tokens that are on the device already into the token ids `[T]` of a step there."""
 
 LastRows = Callable[[Sequence[int]], LastLogits]
-"""The logits of the last tokens of some sequences, by their numbers in the step."""
+"""The logits of some of the step's tokens that have them, by their numbers among these."""
 
 Compute = Callable[[StepInputs, Place | None], LastRows]
 """The pass, over inputs on the host."""
 
 
 class ForwardPass:
-    """Prepares passes, and runs them. samples: whether tokens are sampled here."""
+    """Prepares passes, and runs them. samples: whether tokens are sampled here. ahead: as of InputPreparer."""
 
-    def __init__(self, worker: WorkerParts, *, samples: bool) -> None:
+    def __init__(self, worker: WorkerParts, *, samples: bool, ahead: int = AHEAD) -> None:
         self.model = worker.model
         self.config = worker.config
         self.backend = worker.backend
@@ -45,7 +45,7 @@ class ForwardPass:
         self._readers = [feature for feature in worker.features if feature.reads_hidden]
         self.samples = samples
         self.reports = PromptReports(self.model, samples=samples)
-        self.inputs = InputPreparer(worker.tables, self.device, worker.features)
+        self.inputs = InputPreparer(worker.tables, self.device, worker.features, ahead)
         self.graphs: StepGraphs | None = None
         self._part_of = part_of_layers(worker.config, worker.shape.num_layers)
         self._shaped: tuple[StepBatch, list[tuple[int, int]], InputShape] | None = None
@@ -60,9 +60,10 @@ class ForwardPass:
         """The inputs of a pass without its tokens, and what computes it. Lengths are those before it."""
         attends = [attend for feature in self.features if (attend := feature.before_pass(plan, batch))]
         size = self.graphs.sizes.of(batch.num_tokens) if self.graphs else None
-        if self.graphs and size and not (attends or self.reports.pending or batch.num_verified):
+        if self.graphs and size and not (attends or self.reports.pending):
             inputs = self.graphs.prepare(batch.states, batch.num_tokens, size)
-            return inputs, partial(self._replay, self.graphs, size)
+            inputs.write_logit_tokens(batch.last_tokens)
+            return inputs, partial(self._replay, self.graphs, size, batch)
         inputs = self._prepare_inputs(batch)
         # A GPU gets its inputs when the tokens are in them.
         attention = self._attention(inputs, attends) if self.device.type == "cpu" else None
@@ -146,7 +147,7 @@ class ForwardPass:
         config, num_equal = self.config, max(1, self.inputs.tables.full_parts)
         sizes = GraphSizes(config.max_num_seqs)
         if self.backend.captures_chunks:
-            sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens)
+            sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens, 1 + config.most_drafts)
         widths = table_widths(config, max(1, sizes.most_chunk_tokens))
         most = [min(num_blocks, width) if part < num_equal else width for part, width in enumerate(widths)]
         before_replay = self._plan_again if self.backend.plans_on_host else None
@@ -154,16 +155,22 @@ class ForwardPass:
         self.graphs.capture(sizes.all()[: 1 if largest_alone else None])
 
     def _recorded(self, inputs: StepInputs) -> LastLogits:
-        """All of a step but draws, for a graph: the logits of each sequence, and its most likely token."""
+        """All of a step but draws, for a graph: the logits, the most likely token of each row, and hidden states."""
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self._attention(inputs))
-        logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.query_start_loc[1:].long() - 1])
-        return LastLogits(logits, most_likely(logits) if self.samples else None)
+        logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.by_name[LOGIT_TOKENS]])
+        return LastLogits(logits, most_likely(logits) if self.samples else None, hidden if self._readers else None)
 
     def _plan_again(self, inputs: StepInputs) -> None:
         """The part of attention that the host has in a step whose graph is about to be replayed."""
         for batch in inputs.batches():
             self.backend.before_replay(batch)
 
-    def _replay(self, graphs: StepGraphs, size: GraphSize, inputs: StepInputs, place: Place | None) -> LastRows:
+    def _replay(
+        self, graphs: StepGraphs, size: GraphSize, batch: StepBatch, inputs: StepInputs, place: Place | None
+    ) -> LastRows:
         """The same as `_compute`, recorded."""
-        return graphs.run(inputs, size, place).rows
+        last, num_tokens = graphs.run(inputs, size, place), sum(batch.num_tokens)
+        for feature in self._readers:
+            assert last.hidden is not None
+            feature.computed(batch, inputs.array("positions")[:num_tokens], last.hidden[:num_tokens])
+        return last.rows

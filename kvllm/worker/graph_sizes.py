@@ -18,18 +18,21 @@ class GraphSize(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """max_num_seqs: of a step. most_chunk_tokens: of a recorded step with chunks of prompts; 0: none is recorded.
+    """max_num_seqs: of a step. most_chunk_tokens: of a recorded step in which a sequence has several query tokens: a
+    chunk of its prompt, or a draft; 0: none is recorded. logits_per_seq: of a sequence, more than one with a draft.
 
     A step with chunks has room for one sequence more, which has all tokens that fill it up.
     """
 
     max_num_seqs: int
     most_chunk_tokens: int = 0
+    logits_per_seq: int = 1
 
     @classmethod
-    def with_chunks(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
+    def with_chunks(cls, max_num_seqs: int, max_num_batched_tokens: int, logits_per_seq: int = 1) -> GraphSizes:
         """Sizes for decodes, and for steps with chunks beside as many decodes as there may be."""
-        return cls(max_num_seqs, min(max_num_batched_tokens, max(LEAST_CHUNK_TOKENS, 2 * max_num_seqs)))
+        most_tokens = min(max_num_batched_tokens, max(LEAST_CHUNK_TOKENS, 2 * max_num_seqs))
+        return cls(max_num_seqs, most_tokens, logits_per_seq)
 
     def of(self, num_tokens: Sequence[int]) -> GraphSize | None:
         """The least size for a step with so many query tokens of each sequence; None: it is not recorded."""
@@ -51,6 +54,10 @@ class GraphSizes:
         size = max(16, 1 << bits) if num_tokens <= 64 else _rounded_up(num_tokens, max(64, 1 << (bits - 3)))
         size = min(size, self.most_chunk_tokens)
         return GraphSize(size, min(size - 1, self.max_num_seqs + 1))
+
+    def num_logits(self, size: GraphSize) -> int:
+        """Most query tokens that have logits in a step of a size."""
+        return min(size.num_query_tokens, self.max_num_seqs * self.logits_per_seq)
 
     def all(self) -> list[GraphSize]:
         """Every size, the largest first, which takes most memory."""

@@ -5,8 +5,8 @@ filled up to one of a few sizes, for each of which there is a graph, captured be
 have room for the longest sequence; only columns that a step needs are copied into them. What changes tables and lengths
 between two steps, such as a compression, does not concern graphs: each step brings its own inputs.
 
-A graph ends with the logits of each sequence's last token, and the most likely token of each: a batch that samples no
-other needs nothing else.
+A graph ends with the logits of each sequence's last token, or of all tokens of one with a draft, and the most likely
+token of each: a batch that samples no other needs nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_KV_PAIRS = 1024
 class StepGraphs:
     """Recorded steps: decodes, and chunks of prompts with decodes.
 
-    compute: inputs on the device -> logits of each sequence's last token. It must read nothing back to the host.
+    compute: inputs on the device -> logits of the tokens that have them. It must read nothing back to the host.
     capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
     inputs: prepares the inputs of other steps, too. widths: columns of the block tables of each part of the KV groups,
         for the largest of the sizes; those of parts that attend all tokens are as wide as the batch needs.
@@ -74,7 +74,8 @@ class StepGraphs:
     ) -> LastLogits:
         """Compute a step of a size. place: writes tokens that are on the device already into the token ids there.
 
-        Returns at least S rows, valid until the next call; on a GPU the step has only been launched.
+        Returns the rows of all tokens with logits, and more, valid until the next call; on a GPU the step has only been
+        launched.
         """
         static = self._inputs_of(size)
         static.take(inputs)
@@ -98,7 +99,7 @@ class StepGraphs:
             self._step(size)
 
     def _widest(self, size: GraphSize) -> InputShape:
-        return self.inputs.shape(*size, *self._widths)
+        return self._shape(size, *self._widths)
 
     def _shape_of(self, states: list[SequenceState], num_tokens: list[int], size: GraphSize) -> InputShape:
         """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
@@ -107,13 +108,16 @@ class StepGraphs:
         num_equal = max(1, tables.full_parts)
         last = int((tables.kv_lengths(table_slots)[:num_equal] + num_tokens).max()) - 1
         width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (last // block_size).bit_length())
-        return self.inputs.shape(*size, *[min(width, self._widths[0])] * num_equal, *self._widths[num_equal:])
+        return self._shape(size, *[min(width, self._widths[0])] * num_equal, *self._widths[num_equal:])
+
+    def _shape(self, size: GraphSize, *num_blocks: int) -> InputShape:
+        return self.inputs.shape(*size, *num_blocks, num_logits=self.sizes.num_logits(size))
 
     def _inputs_of(self, size: GraphSize) -> StepInputs:
         """Those that the graph of a size reads."""
         if size not in self._inputs:
             inputs = self._inputs[size] = StepInputs(self._widest(size), self._static)
-            inputs.recordings = [Recording() for _ in inputs.parts]
+            inputs.recordings = [Recording(part) for part in range(len(inputs.parts))]
         return self._inputs[size]
 
     def _step(self, size: GraphSize) -> Step:
@@ -125,7 +129,9 @@ class StepGraphs:
     def _kept(self, last: LastLogits) -> LastLogits:
         """A copy in memory that all sizes share: what a graph itself returns stays allocated as long as the graph."""
         if self._last is None:
-            self._last = last.room_for(max(size.num_seqs for size in self.sizes.all()))
+            sizes = self.sizes.all()
+            num_tokens = max(size.num_query_tokens for size in sizes)
+            self._last = last.room_for(max(map(self.sizes.num_logits, sizes)), num_tokens)
         return self._last.take(last)
 
 

@@ -12,12 +12,15 @@ from kvllm.worker.features.base import StepFeature
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs, write, write_rows
 
+AHEAD = 2
+"""Steps whose inputs may be on their way to the device while those of the next one are written."""
+
 
 class InputPreparer:
     """Prepares the inputs of steps in the host's memory, from the sequences' states and tables as they are.
 
-    `prepare` returns all inputs of a step but its tokens. Three pieces of memory take turns: those of two steps may be
-    on their way to the device while the third is written.
+    `prepare` returns all inputs of a step but its tokens. Pieces of memory take turns, one more than may be on their
+    way to the device, `ahead`.
 
     A step that computes one more token of each sequence of an earlier one writes over that one's inputs, of which the
     tables and whatever belongs to the batch stay.
@@ -31,21 +34,24 @@ class InputPreparer:
     single KV pair; tensors of features have their padding there.
     """
 
-    def __init__(self, tables: PartTables, device: torch.device, features: Sequence[StepFeature] = ()) -> None:
+    def __init__(
+        self, tables: PartTables, device: torch.device, features: Sequence[StepFeature] = (), ahead: int = AHEAD
+    ) -> None:
         self.tables = tables
         self.device = device
         self._features = [feature for feature in features if feature.tensors]
         self._tensors = tuple(tensor for feature in self._features for tensor in feature.tensors)
+        self._num_rooms = ahead + 1
         self.clear()
 
     def clear(self) -> None:
         """Forget a step that was cut short. The device may still read the memory that it had."""
-        self._rooms = [_Room(), _Room(), _Room()]  # the first is free
+        self._rooms = [_Room() for _ in range(self._num_rooms)]  # the first is free
         self._ahead: _PartialInputs | None = None
 
-    def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
+    def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int, num_logits: int = 0) -> InputShape:
         """num_blocks: columns of the block tables of each part."""
-        return InputShape(num_query_tokens, num_seqs, num_blocks, self._tensors)
+        return InputShape(num_query_tokens, num_seqs, num_blocks, self._tensors, num_logits)
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.

@@ -15,13 +15,12 @@ from kvllm.worker.sampler import Samples
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.timing import PhaseClock
-from kvllm.worker.transfer import to_device
 
 
 @dataclass
 class Launched:
     """verified, event_bytes: see StepResult. complete: adds to the result what tiers have done, and drafts.
-    batch: of the step."""
+    batch: of the step. has_result: whether `result` was called."""
 
     samples: Samples | None = None
     verified: Sequence[list[SampledToken]] = ()
@@ -30,6 +29,7 @@ class Launched:
     prompts: list[PromptReport] = field(default_factory=list)
     complete: Callable[[StepResult], None] | None = None
     batch: StepBatch | None = None
+    has_result: bool = False
     _unknown: list[tuple[SequenceState, int, int]] = field(default_factory=list)
     """Sequences whose token at an index is the sample of a row, for which the next step did not wait."""
 
@@ -38,9 +38,15 @@ class Launched:
         """Waits for the device."""
         return self.samples.tokens() if self.samples else []
 
+    def is_due(self) -> bool:
+        """Whether the result is to be made now: the device has executed the step, or the next one changes what the
+        result reads."""
+        return self.complete is not None or self.clock is None or self.clock.is_over()
+
     @torch.inference_mode()
     def result(self) -> StepResult:
         """Waits for the device."""
+        self.has_result = True
         for state, index, row in self._unknown:
             state.set_token(index, self.tokens[row].token_id)
         prompts = [prompt.wait() for prompt in self.prompts]
@@ -63,17 +69,9 @@ class Launched:
 
     def place(self, states: Sequence[SequenceState], places: list[int], token_ids: torch.Tensor) -> None:
         """Write the tokens sampled for sequences to places of the token ids `[T]`, all on the device. The sequences
-        have them when the result is there.
-
-        A row without a token gives any, since its request ends.
-        """
+        have them when the result is there."""
         if not states or not self.samples:
             return
         rows = [state.sampled_row for state in states]
         self._unknown += [(state, len(state.token_ids) - 1, row) for state, row in zip(states, rows, strict=True)]
-        chosen, count = self.samples.chosen, len(rows)
-        if places == rows == list(range(count)):
-            token_ids[:count] = chosen[:count].clamp(min=0)
-        else:
-            to, source = to_device([places, rows], token_ids.device)
-            token_ids[to] = chosen[source].clamp(min=0)
+        self.samples.place(rows, places, token_ids)

@@ -21,12 +21,14 @@ from kvllm.core.protocol import (
     ScoringStart,
     SequenceStart,
     StepPlan,
+    Verification,
 )
 from kvllm.core.regions import Region
 from kvllm.core.tables import TableStart
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import full_groups
 from kvllm.sampling_params import SamplingParams
+from kvllm.worker.forward_pass import ForwardPass
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.model_runner import ModelRunner
 
@@ -106,13 +108,17 @@ def take_workspaces(device: torch.device, graph_stream: torch.cuda.Stream | None
 
 @torch.inference_mode()
 def measure_graphs(probe: ModelRunner, num_blocks: int, stream: torch.cuda.Stream) -> int:
-    """Bytes of the GPU that the graphs of all sizes take, of which two are captured here and given up again.
+    """Bytes of the GPU that the graphs of all sizes take, of the model and of one that drafts."""
+    return sum(_measure_graphs(probe, forward_pass, num_blocks, stream) for forward_pass in probe.recorded)
+
+
+def _measure_graphs(probe: ModelRunner, forward_pass: ForwardPass, num_blocks: int, stream: torch.cuda.Stream) -> int:
+    """Of one model: two are captured here and given up again.
 
     The largest one comes first and brings what the others share; each of these takes what the second one does. That is
     seen from outside: torch knows its kernels' memory, but not what the driver keeps of a graph.
     """
     before = _bytes_in_use(probe)[0]
-    forward_pass = probe.forward_pass
     forward_pass.use_graphs(cuda_capture(stream), num_blocks, largest_alone=True)
     if forward_pass.graphs is None:
         return 0
@@ -141,8 +147,8 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
         # One sequence alone has log probabilities of most tokens of its prompt computed at once. Zeros teach nothing.
-        prefills = (*_prefill(config, seqs), *_prefill(config, 1))
-        for plan in (*prefills, *_events(config), StepPlan(reset=True)):
+        passes = (*_prefill(config, seqs), *_prefill(config, 1), *_verification(config))
+        for plan in (*passes, *_events(config), StepPlan(reset=True)):
             runner.execute(plan)
 
 
@@ -170,6 +176,19 @@ def _prefill(config: EngineConfig, num_seqs: int) -> Iterator[StepPlan]:
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(num_seqs)))
+
+
+def _verification(config: EngineConfig) -> Iterator[StepPlan]:
+    """As many query tokens as a step can have, each with logits: drafts of as many sequences."""
+    if not config.most_drafts:
+        return
+    num_tokens = min(1 + config.most_drafts, config.max_num_batched_tokens, config.max_model_len - 1)
+    seq_ids = range(min(config.max_num_seqs, config.max_num_batched_tokens // num_tokens))
+    yield StepPlan(
+        new_seqs=[_start(i, 1, 1, config, room=1 + num_tokens) for i in seq_ids],
+        verifications=[Verification(i, [0] * num_tokens, []) for i in seq_ids],
+    )
+    yield StepPlan(dropped_seq_ids=[*seq_ids])
 
 
 def _events(config: EngineConfig) -> Iterator[StepPlan]:

@@ -25,10 +25,12 @@ from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.features import add_features
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.forward_pass import ForwardPass, LastRows, Place
+from kvllm.worker.graphs import Capture
+from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.launched import Launched
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.sample_row import SampleRow
-from kvllm.worker.sampler import Samples, sample
+from kvllm.worker.sampler import SampleRows, Samples, sample
 from kvllm.worker.self_model import SelfModel
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
@@ -83,7 +85,10 @@ class ModelRunner:
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
         self.forward_pass = ForwardPass(worker, samples=samples)
+        self.recorded = [self.forward_pass, *([draft.forward_pass] if draft and draft.captures else [])]
+        """Passes that graphs may hold."""
         self._overlaps = all(feature.overlaps for feature in self.features)
+        self._shares_tokens = config.async_scheduling and model.lm_head.shard.world_size > 1
         self._last = Launched()
         self._batches = BatchKeeper()
         self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.bytes_per_block if draft else 0)
@@ -142,7 +147,7 @@ class ModelRunner:
             with torch.inference_mode():
                 with clock.measure("model"):
                     sampled, batch = forward(before_pass) if forward else (NOTHING, None)
-                if self.forward_pass.graphs and batch and not plan.has_prefill:
+                if self.forward_pass.graphs and batch and not (plan.has_prefill or plan.verifications):
                     # The next step is probably one more token of each, and this one still runs.
                     self.forward_pass.graphs.prepare_ahead(batch.states)
                 prompts = self.forward_pass.reports.take()
@@ -152,6 +157,11 @@ class ModelRunner:
                 return self._last
 
         return run
+
+    def use_graphs(self, capture: Capture, num_blocks: int) -> None:
+        """Record passes and replay them from now on, where that can be done. num_blocks: in the pool."""
+        for forward_pass in self.recorded:
+            forward_pass.use_graphs(capture, num_blocks)
 
     @staticmethod
     def _complete(reporting: list[StepFeature], plan: StepPlan, result: StepResult) -> None:
@@ -254,7 +264,8 @@ class ModelRunner:
         """
         token_ids, place = known, None
         if pending:
-            if self.device.type == "cpu" or any(batch.states[index].sample_row.reads_output for index in pending):
+            known_here = self.device.type == "cpu" or self._last.has_result
+            if known_here or any(batch.states[index].sample_row.reads_output for index in pending):
                 token_ids = self._last.filled(known, pending, batch)
             else:
                 place = partial(self._last.place, [batch.states[index] for index in pending], pending)
@@ -266,10 +277,10 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, batch: StepBatch, last_logits: LastRows) -> Sampled:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         if batch.only_decodes:
-            logits, chosen = last_logits(range(batch.num_decodes))
+            last = last_logits(range(batch.num_decodes))
             if self._last.batch is not batch:
                 number_rows(batch.decoding)
-            return Sampled(sample(logits, batch.decode_rows, chosen)) if self.samples else NOTHING
+            return Sampled(self._draw(last, batch.decode_rows))
         sampled, rows = batch.decoding[:], list(range(batch.num_decodes))
         drafted = range(batch.num_decodes, sum(batch.num_rows) - len(plan.chunks))
         parents = batch.states[batch.num_decodes + batch.num_verified :]
@@ -280,14 +291,23 @@ class ModelRunner:
         if not sampled and not drafted:
             return NOTHING
         number_rows(sampled)
-        logits, chosen = last_logits([*rows, *drafted])
-        if not self.samples:
-            return NOTHING
-        samples = sample(logits[: len(rows)], rows_of(sampled), chosen) if sampled else None
-        if not drafted:
+        last, of_drafts = last_logits([*rows, *drafted]).split(len(rows))
+        samples = self._draw(last, rows_of(sampled)) if sampled else None
+        if not (drafted and self.samples):
             return Sampled(samples)
         drafts = [verification.token_ids[1:] for verification in plan.verifications]
-        return Sampled(samples, verify(logits[len(rows) :], [state.sample_row for state in batch.verified], drafts))
+        of_sequences = [state.sample_row for state in batch.verified]
+        return Sampled(samples, verify(of_drafts.logits, of_sequences, drafts, of_drafts.chosen))
+
+    def _draw(self, last: LastLogits, of_step: SampleRows) -> Samples | None:
+        """A token of each row, where tokens are sampled. Where steps are planned ahead, all ranks get them."""
+        logits = last.logits
+        samples = sample(logits, of_step, last.chosen) if self.samples else None
+        if not self._shares_tokens:
+            return samples
+        chosen = samples.chosen.clone() if samples else logits.new_zeros(len(logits), dtype=torch.int64)
+        chosen = self.model.lm_head.shard.all_reduce(chosen)
+        return samples or Samples(chosen, [], {}, logits.shape[-1])
 
 
 class Sampled(NamedTuple):

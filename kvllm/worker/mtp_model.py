@@ -7,6 +7,8 @@ import torch
 from kvllm.models.mtp import MTPDecoder
 from kvllm.worker.draft_model import DraftModel, Held
 from kvllm.worker.features.drafts import Text
+from kvllm.worker.forward_pass import Place
+from kvllm.worker.last_logits import LastLogits
 
 
 class MTPModel(DraftModel):
@@ -17,18 +19,19 @@ class MTPModel(DraftModel):
     """
 
     reads_hidden = True
+    captures = False  # what the layer reads is not among the inputs of a step
     model: MTPDecoder
 
     def _num_right(self, text: Text, begin: int, drafted: list[int]) -> int:
         return 0
 
-    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]]) -> torch.Tensor:
+    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]], place: Place | None = None) -> LastLogits:
         rows = []
         for (text, held), each in zip(found, tokens, strict=True):
             assert text.hidden
             rows.append(held.hidden if text.draft and held.hidden is not None else text.hidden.take(len(each)))
         self.model.hidden = torch.cat(rows)
-        logits = super()._pass(found, tokens)
+        last = super()._pass(found, tokens, place)
         for (_, held), row in zip(found, self.model.hidden.unbind(0), strict=True):
             held.hidden = row.unsqueeze(0)
-        return logits
+        return last

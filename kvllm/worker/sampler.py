@@ -144,6 +144,16 @@ class Samples:
         values = self._download.wait().numpy()[: len(self.chosen)]
         return np.maximum(values, 0).astype(np.int64, copy=False)
 
+    def place(self, rows: list[int], places: list[int], token_ids: Tensor) -> None:
+        """Write the tokens of rows to places of the token ids `[T]`, all on the device. A row without a token gives
+        any."""
+        count = len(rows)
+        if places == rows == list(range(count)):
+            token_ids[:count] = self.chosen[:count].clamp(min=0)
+        else:
+            to, source = to_device([places, rows], token_ids.device)
+            token_ids[to] = self.chosen[source].clamp(min=0)
+
     def tokens(self) -> list[SampledToken]:
         """Waits for the copy. A row whose logits are not finite has an error."""
         values, count = self._download.wait().tolist(), len(self.chosen)

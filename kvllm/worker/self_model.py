@@ -9,7 +9,7 @@ from kvllm.config import EngineConfig
 from kvllm.config.speculation import VIEW_FIRST, VIEW_LAST
 from kvllm.core.tables import TableStart
 from kvllm.models.base import Decoder
-from kvllm.worker.draft_model import DraftModel, Held
+from kvllm.worker.draft_model import DraftModel, DraftStep, Held
 from kvllm.worker.features.adapters import AdapterFeature
 from kvllm.worker.features.drafts import Text
 from kvllm.worker.loaded_adapters import LoadedAdapters
@@ -29,7 +29,8 @@ class SelfModel(DraftModel):
     def __init__(
         self, model: Decoder, backend: AttentionBackend, config: EngineConfig, adapters: LoadedAdapters | None
     ) -> None:
-        super().__init__(model, backend, config, 0, [AdapterFeature(adapters)] if adapters else [])
+        features = [AdapterFeature(adapters)] if adapters else []
+        super().__init__(model, backend, config, 0, config.most_drafts, features)
 
     def reset(self) -> None:
         self._spare: list[int] = []
@@ -67,7 +68,7 @@ class SelfModel(DraftModel):
         room = [self._spare.pop() for _ in range(-(-(rest + count) // size))]
         return TableStart(length - len(view) * size - rest, view + room)
 
-    def _read(self, found: list[tuple[Text, Held]]) -> list[tuple[Text, Held]]:
+    def _read(self, found: list[tuple[Text, Held]]) -> DraftStep | None:
         if self._copies:
             sources, destinations = zip(*self._copies, strict=True)
             self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))

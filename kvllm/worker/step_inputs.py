@@ -15,6 +15,8 @@ ALIGNMENT = 64
 """Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
 OF_PARTS = ("slot_mapping", "last_kv_index")
 """Tensors with a row for each part of the KV groups."""
+LOGIT_TOKENS = "logit_tokens"
+"""The query tokens that have logits."""
 
 
 class StepTensor(NamedTuple):
@@ -37,12 +39,14 @@ class StepTensor(NamedTuple):
 
 
 class InputShape(NamedTuple):
-    """num_blocks: columns of the block tables of each part of the KV groups. tensors: those of features."""
+    """num_blocks: columns of the block tables of each part of the KV groups. tensors: those of features.
+    num_logits: query tokens with logits, if inputs say which, as those of decodes need not; 0: they do not."""
 
     num_query_tokens: int
     num_seqs: int
     num_blocks: tuple[int, ...]
     tensors: tuple[StepTensor, ...] = ()
+    num_logits: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -71,6 +75,8 @@ class InputShape(NamedTuple):
         parts = len(self.num_blocks)
         for name in ("token_ids", "positions"):
             yield name, torch.int64, (self.num_query_tokens,)
+        if self.num_logits and not self.is_decode:
+            yield LOGIT_TOKENS, torch.int64, (self.num_logits,)
         yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
         yield "slot_mapping", torch.int64, (parts, self.num_query_tokens)
         yield "last_kv_index", torch.int32, (parts, self.num_query_tokens)
@@ -128,6 +134,11 @@ class StepInputs:
     def write_tokens(self, token_ids: np.ndarray) -> None:
         """The query tokens of the step, int64; fewer than there is room for are filled up."""
         write(self.array("token_ids"), token_ids)
+
+    def write_logit_tokens(self, tokens: np.ndarray) -> None:
+        """The query tokens that have logits, if it is not each one; fewer than there is room for are filled up."""
+        if not self.shape.is_decode:
+            write(self.array(LOGIT_TOKENS), tokens)
 
     def clear(self) -> None:
         """Become the inputs of a step without sequences: nothing is stored."""

@@ -38,6 +38,10 @@ class PhaseClock:
         recompute = sums["select"] - sums["score"]
         return PhaseSeconds(sums["model"], recompute, sums["score"], sums["compact"])
 
+    def is_over(self) -> bool:
+        """Whether `seconds` would not wait."""
+        return not (self._spans and self._on_gpu) or self._spans[-1][2].query()
+
     def _now(self) -> Any:
         if not self._on_gpu:
             return perf_counter()

@@ -17,27 +17,42 @@ from kvllm.core.protocol import SampledToken
 from kvllm.worker import draws
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import SampleRows, Samples, sample
+from kvllm.worker.transfer import to_device
 
 
-def verify(logits: torch.Tensor, rows: Sequence[SampleRow], drafts: Sequence[list[int]]) -> list[list[SampledToken]]:
+def verify(
+    logits: torch.Tensor,
+    rows: Sequence[SampleRow],
+    drafts: Sequence[list[int]],
+    most_likely: torch.Tensor | None = None,
+) -> list[list[SampledToken]]:
     """The right tokens of each draft, and the token that is sampled after them.
 
     logits: `[sum of 1 + each draft's length, V]`, of the token before a draft and those of the draft, one sequence
         after the other.
     rows: of the sequences. Their outputs grow meanwhile, and are as before at the end.
+    most_likely: int64, of each row of logits, if it is known already.
     """
     begins = [0]
     for draft in drafts:
         begins.append(begins[-1] + 1 + len(draft))
     of_all = SampleRows(list(rows))
-    if of_all.is_plain:
-        samples = Samples(draws.most_likely(logits), [], {}, logits.shape[-1]).tokens()
-        ends = zip(pairwise(begins), drafts, strict=True)
-        return [_until_wrong(samples[begin:end], draft) for (begin, end), draft in ends]
+    # A GPU samples after wrong tokens, too: that takes less time than to wait for each token.
+    at_once = logits.is_cuda and not any(row.reads_output for row in rows)
+    if of_all.is_plain or at_once:
+        if of_all.is_plain:
+            chosen = draws.most_likely(logits) if most_likely is None else most_likely
+            samples = Samples(chosen, [], {}, logits.shape[-1])
+        else:
+            pairs = zip(rows, drafts, strict=True)
+            after = [row.branch(draft[:depth]) for row, draft in pairs for depth in range(len(draft) + 1)]
+            samples = sample(logits, SampleRows(after), most_likely)
+        tokens, ends = samples.tokens(), zip(pairwise(begins), drafts, strict=True)
+        return [_until_wrong(tokens[begin:end], draft) for (begin, end), draft in ends]
     found: list[list[SampledToken]] = [[] for _ in rows]
     going_on, depth = list(range(len(rows))), 0
     while going_on:
-        of_depth = logits[torch.tensor([begins[i] + depth for i in going_on], device=logits.device)]
+        of_depth = logits[to_device([begins[i] + depth for i in going_on], logits.device)]
         samples = sample(of_depth, SampleRows([rows[i] for i in going_on])).tokens()
         for i, token in zip(going_on, samples, strict=True):
             found[i].append(token)

@@ -125,7 +125,8 @@ def test_flashinfer_takes_what_it_is_given(flashinfer: type[Wrapper]) -> None:
             method = "_plan_impl"
         of_class[method].bind(backend, *args, **options)
     assert {(name, method) for name, method, _, _ in flashinfer.calls} == {
-        (name, method) for name in names for method in ("__init__", "plan", "run")
+        ("BatchDecodeWithPagedKVCacheWrapper", "reset_workspace_buffer"),
+        *((name, method) for name in names for method in ("__init__", "plan", "run")),
     }
 
 
@@ -179,7 +180,7 @@ def test_a_graph_attends_what_is_planned_before_its_replay(flashinfer: type[Wrap
         for outputs, like in zip(found, literal, strict=True):
             torch.testing.assert_close(list(outputs.cpu()), like, atol=3e-6, rtol=3e-6)
         counts = Counter(method for _, method, _, _ in flashinfer.calls)
-        assert counts == {"__init__": 2, "plan": 2 + 4 * 2, "run": 6}
+        assert counts == {"__init__": 2, "reset_workspace_buffer": 2, "plan": 2 + 4 * 2, "run": 6}
 
 
 def test_partial_results_of_many_sequences_have_room(flashinfer: type[Wrapper]) -> None:
@@ -200,7 +201,8 @@ def test_partial_results_of_many_sequences_have_room(flashinfer: type[Wrapper]) 
 @pytest.mark.parametrize("method", [None, "keydiff"])
 def test_recorded_steps_of_an_engine(flashinfer: type[Wrapper], monkeypatch: Any, tmp_path: Path, method: Any) -> None:
     """Layers with windows and without, in several parts of KV groups, batches of every size, and events in between. A
-    recording is the step itself, and plans nothing."""
+    recording is the step itself, and plans nothing. What is planned lies at one place for each part, whatever the size.
+    """
     types = ["full_attention" if layer in (1, 4) else "sliding_attention" for layer in range(5)]
     make_checkpoint(
         tmp_path,
@@ -227,6 +229,8 @@ def test_recorded_steps_of_an_engine(flashinfer: type[Wrapper], monkeypatch: Any
         found.append([output.outputs[0].token_ids for output in outputs])
         assert (llm.stats().compression_events >= 3) == bool(method)
     assert found[0] == found[1] and len(replayed) > 30
+    plans = [id(args[1]) for _, method, args, _ in flashinfer.calls if method == "reset_workspace_buffer"]
+    assert len(plans) == 3 * 4 and len({*plans}) == 3  # a part without windows and two with them, four sizes
 
 
 def record(runner: ModelRunner, library: type[Wrapper]) -> list[int]:

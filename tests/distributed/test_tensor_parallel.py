@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,14 +31,17 @@ from safetensors.torch import load_file, save_file
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.config import LayerGroup
-from kvllm.core.protocol import TransferReport
+from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
+from kvllm.core.sequence import PENDING
 from kvllm.distributed import worker_group
 from kvllm.distributed.hang_detector import HangDetector
+from kvllm.distributed.results import merge as merge_results
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.lora.request import LoRARequest
 from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.launched import Launched
 from tests.helpers.adapters import copied, make_adapter, merge
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
@@ -256,6 +260,48 @@ def test_ranks_quantize_alike(shards, tmp_path: Path, kv_cache_dtype: str) -> No
     assert run(shards(2)) == run([SingleRank()])
 
 
+class PlannedAhead(ThreadExecutor):
+    """Ranks that get a plan before the tokens of the one before are collected. ahead: how many have PENDING ones."""
+
+    fills_pending = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ahead = 0
+        self._in_flight = deque[list[Launched]]()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.ahead += PENDING in plan.decodes.token_ids
+        encoded = encode(plan)
+        self._in_flight.append(
+            on_threads(len(self.runners), lambda rank: self.runners[rank].launch(decode_plan(encoded)))
+        )
+
+    def collect(self) -> StepResult:
+        return merge_results([step.result() for step in self._in_flight.popleft()], self.transfers)
+
+
+@pytest.mark.parametrize("compression", [None, KARA], ids=["none", "kara"])
+def test_ranks_give_each_other_tokens_for_a_plan_ahead(checkpoints, shards, compression: Any) -> None:
+    """Of forks, of draws with penalties, and in windows whose queries all ranks compute again."""
+    path, prompts = checkpoints["qwen3"], random_prompts(256, lengths=(1, 17, 40, 63))
+    drawn = SamplingParams(n=2, seed=7, temperature=0.7, max_tokens=60, ignore_eos=True)
+    params = [greedy(50), drawn, greedy(60), structs.replace(drawn, repetition_penalty=1.2)]
+
+    def run(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert bool(llm.stats().windows_compressed) == (compression is not None)
+        return [each.token_ids for output in outputs for each in output.outputs]
+
+    options = {"compression": compression, "num_gpu_blocks_override": 60}
+    llm = make_llm(path, async_scheduling=True, **options)
+    llm.llm_engine.executor = executor = PlannedAhead(llm, path, shards(2))
+    assert run(llm) == run(make_llm(path, **options))
+    assert executor.ahead > 40
+    texts = [[state.token_ids for state in runner.states.values()] for runner in executor.runners]
+    assert texts[0] == texts[1]
+
+
 RECALL: dict[str, Any] = {"num_gpu_blocks_override": 28, "block_size": 8, "watermark": 0.0}
 RECALL |= {"kv_offloading_size": 0.02, "swap": "always", "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
@@ -380,6 +426,8 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
     ]
     llm = ray_llm(checkpoints["qwen3"], async_scheduling=True)
     engine, executor = llm.llm_engine, llm.llm_engine.executor
+    launch, ahead = executor.launch, list[bool]()
+    executor.launch = lambda plan: ahead.append(PENDING in plan.decodes.token_ids) or launch(plan)
     outputs = [engine.add_request(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
     faults = [(rng.randrange(3, 15), signal.SIGKILL, 1), (rng.randrange(20, 30), signal.SIGSTOP, 0)]
     faults += [(rng.randrange(35, 45), signal.SIGKILL, 0)] * pytestconfig.getoption("long")
@@ -390,7 +438,7 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
             threading.Timer(rng.random() / 100, os.kill, (executor.pids[rank], number)).start()
         engine.step()
     assert not faults and len(executor.restart_seconds) >= expected_restarts  # more where a busy machine stops a rank
-    assert "hangs: no progress for 2.5 s" in caplog.text
+    assert "hangs: no progress for 2.5 s" in caplog.text and sum(ahead) > 20
     assert [output.outputs[0].token_ids for output in outputs] == expected
     engine.scheduler.check()
     assert tokens(llm, prompts[:4], greedy(40)) == [found[:40] for found in expected[:4]]
@@ -442,9 +490,9 @@ def test_logits_that_are_not_finite_end_requests_and_no_worker(ray_llm, checkpoi
 
 
 def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch) -> None:
-    """Ctrl-C between plan and result, then before every rank has the plan."""
+    """Ctrl-C between plan and result, then before every rank has the plan, which is one ahead."""
     expected = tokens(make_llm(checkpoints["qwen3"]), random_prompts(256, lengths=(3, 20)), greedy(12))
-    engine = ray_llm(checkpoints["qwen3"], enable_prefix_caching=False).llm_engine
+    engine = ray_llm(checkpoints["qwen3"], enable_prefix_caching=False, async_scheduling=True).llm_engine
     for all_have_it in (True, False):
         interrupt_a_step(engine, monkeypatch, expected, all_have_it=all_have_it)
         assert len(engine.executor.restart_seconds) == (0 if all_have_it else 1)

@@ -112,3 +112,12 @@ def make_parrot(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: list[str
     model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def make_draft(path: Path, model: torch.nn.Module, noise: float = 0.1) -> None:
+    """Write beside a checkpoint one with some noise on its weights, which knows much of what that says."""
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * noise)
+    model.save_pretrained(path / "draft")

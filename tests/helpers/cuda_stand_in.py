@@ -116,12 +116,13 @@ class Graph:
 class Copy:
     """A copy between host and device that nobody waited for, by an operation of a stream at some time.
 
-    address: of the host's memory. finish: what happens at its end.
+    address: of the host's memory. arrives: whether it is written there. finish: what happens at its end.
     """
 
     stream: int
     time: int
     address: int
+    arrives: bool
     finish: Callable[[], Any]
 
 
@@ -240,7 +241,8 @@ class Device:
         waits = not kwargs.get("non_blocking", len(args) > 2 and args[2])
         plain = tree_map(held, args)
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(plain)}
-        self._finish(lambda copy: copy.address in addresses)  # it comes after those before it from and to that memory
+        # It comes after those before it to that memory; to there, after those from there, too.
+        self._finish(lambda copy: copy.address in addresses and (copy.arrives or not on_device))
         self._note(func, plain, kwargs)
         result = func(*plain, **kwargs)
         if on_device:
@@ -258,7 +260,7 @@ class Device:
         def check() -> None:
             assert bytes_of(source) == before, "the host's memory was overwritten while the device was reading it"
 
-        self._copying(source, check)
+        self._copying(source, check, arrives=False)
 
     def _downloaded(self, target: torch.Tensor, waits: bool) -> None:
         self.downloads += 1
@@ -267,13 +269,12 @@ class Device:
             return
         arriving = target.clone()
         target.view(-1).view(torch.uint8).fill_(GARBAGE)
-        self._copying(target, lambda: target.copy_(arriving))
+        self._copying(target, lambda: target.copy_(arriving), arrives=True)
 
-    def _copying(self, host: torch.Tensor, finish: Callable[[], Any]) -> None:
+    def _copying(self, host: torch.Tensor, finish: Callable[[], Any], *, arrives: bool) -> None:
         stream = self.streams.current
-        self.copies.append(
-            Copy(stream.number, int(stream.clock[stream.number]), host.untyped_storage().data_ptr(), finish)
-        )
+        time, address = int(stream.clock[stream.number]), host.untyped_storage().data_ptr()
+        self.copies.append(Copy(stream.number, time, address, arrives, finish))
 
     def _finish(self, is_over: Callable[[Copy], bool]) -> None:
         with self.lock:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 from kvllm import LLM, SamplingParams
+from kvllm.attention.reference import ReferenceBackend
 
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
 NEW_TOKENS = 128
@@ -49,3 +51,9 @@ def assert_greedy(path: Path, prompts: list[dict], found: list[list[int]]) -> No
 def random_token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, 256) for _ in range(length)] for length in lengths]
+
+
+def records_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backend "reference" be recorded as "triton" is, sequences with several query tokens as well."""
+    monkeypatch.setattr(ReferenceBackend, "capturable", True)
+    monkeypatch.setattr(ReferenceBackend, "captures_chunks", True)

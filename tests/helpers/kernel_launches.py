@@ -29,6 +29,7 @@ def launch_few() -> None:
     launch_operations(cache, queries)
     launch_step(*cache_and_queries(torch.float32, 128))
     launch_elementwise(torch.bfloat16, 3)
+    launch_float32_norms(torch.bfloat16, 3)
     launch_draws(3, torch.bfloat16, top_k=True, top_p=True)
 
 
@@ -229,6 +230,16 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     launch_recurrent(dtype, rows)
     positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
+    elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+def launch_float32_norms(dtype: torch.dtype, rows: int) -> None:
+    """Norms whose weights have more bits than what they normalize."""
+    from kvllm.kernels import elementwise
+
+    x, weight = torch.zeros(rows, 6144, dtype=dtype), torch.zeros(6144)
+    elementwise.add_rms_norm(x, x, weight, 1e-6)
+    positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
 
 

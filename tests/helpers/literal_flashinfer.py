@@ -37,6 +37,11 @@ class Wrapper:
             self.buffers = [options[name] for name in BUFFERS]
             assert len(self.buffers[0]) == len(self.buffers[2]) + 1
         self.pinned: torch.Tensor | None = None
+        self.plans = torch.empty(1 << 12, dtype=torch.uint8, device=self.workspace.device)
+
+    def reset_workspace_buffer(self, *args: torch.Tensor) -> None:
+        self.calls.append((type(self).__name__, "reset_workspace_buffer", args, {}))
+        self.workspace, self.plans = args
 
     def plan(self, *args: Any, **options: Any) -> None:
         self.calls.append((type(self).__name__, "plan", args, options))
@@ -63,7 +68,7 @@ class Wrapper:
             self.pages = self.buffers
         if self.pinned is None:
             self.pinned = torch.empty(len(work), dtype=torch.int32, pin_memory=self.device is not None)
-            self.work = torch.empty_like(self.pinned, device=device)
+            self.work = self.plans[: 4 * len(work)].view(torch.int32)
         self.pinned.copy_(work)
         self.work.copy_(self.pinned, non_blocking=True)
 

@@ -488,15 +488,16 @@ def norms() -> None:
     from kvllm.kernels import elementwise
 
     for x in (*both_dtypes(3, 1027), *both_dtypes(1, 64)):
-        weight = randn(x.shape[1], dtype=x.dtype, seed=1)
-        expected = torch_forms.torch_rms_norm(x, weight, 1e-6)
-        assert_same_rounding(elementwise.rms_norm(x, weight, 1e-6), expected)
-        residual = randn(*x.shape, dtype=x.dtype, seed=2)
-        other = residual.clone()
-        normalized = elementwise.add_rms_norm(residual, x, weight, 1e-6)
-        expected = torch_forms.torch_add_rms_norm(other, x, weight, 1e-6)
-        assert torch.equal(residual, other)
-        assert_same_rounding(normalized, expected)
+        for dtype in {x.dtype, torch.float32}:
+            weight = randn(x.shape[1], dtype=dtype, seed=1)
+            expected = torch_forms.torch_rms_norm(x.to(dtype), weight, 1e-6).to(x.dtype)
+            assert_same_rounding(elementwise.rms_norm(x, weight, 1e-6), expected)
+            residual = randn(*x.shape, dtype=x.dtype, seed=2)
+            total = residual + x
+            normalized = elementwise.add_rms_norm(residual, x, weight, 1e-6)
+            assert torch.equal(residual, total)
+            expected = torch_forms.torch_rms_norm(total.to(dtype), weight, 1e-6).to(x.dtype)
+            assert_same_rounding(normalized, expected)
 
 
 @check
@@ -539,12 +540,14 @@ def products_of_experts() -> None:
 
 @check
 def rotation() -> None:
-    """With q/k norm and without, 6 query heads and 3 or no KV heads; values after them stay."""
+    """With q/k norm, by weights of the same type or of float32, and without, 6 query heads and 3 or no KV heads; values
+    after them stay."""
     from kvllm.kernels import elementwise
 
-    for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True)):
+    for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True), (32, 2, torch.float32)):
         for qkv in both_dtypes(4, 12 * head_dim):
-            weights = [randn(head_dim, dtype=qkv.dtype, seed=seed) if norm else None for seed in (1, 2)]
+            dtype = norm if norm is torch.float32 else qkv.dtype
+            weights = [randn(head_dim, dtype=dtype, seed=seed) if norm else None for seed in (1, 2)]
             positions, table = torch.tensor([99, 0, 7, 7]), cos_sin_table(head_dim)
             expected = qkv.clone()
             torch_forms.torch_rotary(expected, positions, table, 6, kv_heads, head_dim, *weights)

@@ -10,6 +10,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,19 +20,21 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvllm import LLM, SamplingParams
+from kvllm import LLM, SamplingParams, engine_builder
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
+from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import fitting_blocks, measure_graphs
-from kvllm.worker.transfer import to_device_early
-from tests.helpers.checkpoints import make_checkpoint
+from kvllm.worker.transfer import Download, to_device_early
+from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.compressions import paper_compression
 from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in, without_first_launches
 from tests.helpers.families import FAMILIES
 from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
+from tests.worker.test_mtp import make_with_mtp
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
@@ -164,38 +167,116 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
             assert completion.cumulative_logprob == pytest.approx(like.cumulative_logprob, abs=1e-3)
 
 
-LONG = ("kara", "h2o", "int8, adakv")
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in cases()]
+DRAFTS = MODEL_DRAFTS, LAYER_DRAFTS = "drafts of a model", "drafts of a layer"
+
+
+def drafts_of(path: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(path / "draft"), "num_speculative_tokens": 4}
+
+
+def all_drafts_pay() -> Any:
+    """Engines that are made here measure no steps, and try all drafts."""
+    return patch.object(engine_builder, "measure_steps", lambda *_: None)
+
+
+@contextmanager
+def watched_drafts(device: Device, llm: LLM) -> Iterator[list[int]]:
+    """Every pass is replayed, one that verifies drafts as well, whose tokens come together. Those of a draft follow
+    each other before the host waits for any of its tokens. Yields the lengths of the longest drafts."""
+    executor, events, lengths = llm.llm_engine.executor, list[str](), list[int]()
+    [drafts] = [each for each in executor.runner.features if isinstance(each, Drafts)]
+    launch, draft, compute, wait = executor.launch, drafts.model.draft, drafts.model._pass, Download.wait
+
+    def watched_launch(plan: StepPlan) -> None:
+        events.clear()
+        device.waits, device.replays = [], 0
+        launch(plan)
+        total = sum(num_tokens for _, num_tokens in plan.query_tokens())
+        assert device.waits == [] and device.replays == (0 < total <= MOST_RECORDED_TOKENS)
+        assert events == ["wait"] * bool(plan.verifications)
+
+    def watched_draft(texts: list[Text]) -> None:
+        events.clear()
+        device.waits, device.replays = [], 0
+        draft(texts)
+        passes, longest = events.count("pass"), max(len(text.draft) for text in texts)
+        assert device.waits == [] and events == ["pass"] * passes + ["wait"] * longest
+        whole = device.replays - passes * drafts.model.captures
+        assert whole in (0, -1)  # a whole prompt is too long for a graph
+        lengths.append(longest)
+
+    with (
+        patch.object(executor, "launch", watched_launch),
+        patch.object(drafts.model, "draft", watched_draft),
+        patch.object(drafts.model, "_pass", lambda *args: events.append("pass") or compute(*args)),
+        patch.object(Download, "wait", lambda download: events.append("wait") or wait(download)),
+    ):
+        yield lengths
+
+
+def check_drafts(path: Path, config: dict[str, Any]) -> None:
+    """One request takes the most likely tokens, and one draws."""
+    requested = [params(max_tokens=10), params(max_tokens=10, temperature=0.7, top_k=20, seed=4, min_tokens=4)]
+    llm = make_llm(path, "cpu")
+    expected = run(llm, requested, llm.llm_engine.step)
+    chunk_tokens = patch.object(graph_sizes, "LEAST_CHUNK_TOKENS", MOST_RECORDED_TOKENS)
+    with stand_in() as device, chunk_tokens, all_drafts_pay():
+        on_device = make_llm(path, "cuda", speculative_config=config)
+        recorded = on_device.llm_engine.executor.runner.recorded
+        assert len(device.graphs) == 3 * len(recorded)  # of 16 tokens, and of 2 and 1 sequences
+        with watched_drafts(device, on_device) as lengths:
+            found = run(on_device, requested, on_device.llm_engine.step)
+    counts = on_device.stats().drafts
+    assert max(lengths) == 4 and 0 < sum(counts.right) < counts.tokens
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+
+
+def check_drafts_of_a_layer() -> None:
+    with TemporaryDirectory() as directory:
+        path = make_with_mtp(Path(directory), "glm4-moe")
+        check_drafts(path, {"method": "mtp", "num_speculative_tokens": 4})
+
+
+LONG = ("kara", "h2o", "int8, adakv", LAYER_DRAFTS)
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in (*cases(), *DRAFTS)]
 
 
 def run_cases(*, long: bool) -> None:
     failures = {}
     with TemporaryDirectory() as directory, TemporaryDirectory() as recurrent:
-        make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        model = make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        make_draft(Path(directory), model)
         of_states = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         make_checkpoint(Path(recurrent), **{**FAMILIES["qwen3.5"], "num_attention_heads": 2, **of_states})
-        for name, case in cases().items():
+        checks = {
+            name: partial(check_case, Path(recurrent if name == RECURRENT else directory), *case)
+            for name, case in cases().items()
+        }
+        checks[MODEL_DRAFTS] = partial(check_drafts, Path(directory), drafts_of(Path(directory)))
+        checks[LAYER_DRAFTS] = check_drafts_of_a_layer
+        for name, check in checks.items():
             if name in LONG and not long:
                 continue
             try:
-                check_case(Path(recurrent if name == RECURRENT else directory), *case)
+                check()
             except Exception:
                 failures[name] = traceback.format_exc()
         print(json.dumps([failures, measured_graphs(Path(directory)), kept_for_adapters(Path(directory))]))
 
 
 def measured_graphs(path: Path) -> list[Any]:
-    """Of graphs of which the first takes 30 MiB of a device and the others 5 each, by a runner that had none: the
-    estimate for all in MiB, how many were captured for it, and whether the runner has none again."""
-    with stand_in() as device:
-        runner = make_llm(path, "cuda", enforce_eager=True).llm_engine.executor.runner
+    """Of graphs of which the first takes 30 MiB of a device and the others 5 each, of a model and one that drafts, by a
+    runner that had none: the estimate for all in MiB, how many were captured for it, and whether it has none again."""
+    with stand_in() as device, all_drafts_pay():
+        options = {"enforce_eager": True, "speculative_config": drafts_of(path)}
+        runner = make_llm(path, "cuda", **options).llm_engine.executor.runner
 
         def mem_get_info(_: Any) -> tuple[int, int]:
             return (1 << 30) - (25 * MIB * bool(device.graphs) + 5 * MIB * len(device.graphs)), 1 << 30
 
         with patch.object(torch.cuda, "mem_get_info", mem_get_info):
             estimate = measure_graphs(runner, 12, torch.cuda.Stream())
-        return [estimate // MIB, len(device.graphs), runner.forward_pass.graphs is None]
+        return [estimate // MIB, len(device.graphs), [each.graphs for each in runner.recorded]]
 
 
 def kept_for_adapters(path: Path) -> list[int]:
@@ -228,8 +309,9 @@ def test_a_pool_leaves_room_for_adapters(found: tuple[dict[str, str], list[Any],
 
 
 def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[Any], list[int]]) -> None:
-    """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without."""
-    assert found[1] == [30 + 3 * 5, 2, True]
+    """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without. Each model
+    has as many."""
+    assert found[1] == [30 + 3 * 5 + 4 * 5, 2 * 2, [None, None]]
 
 
 # The stand-in

@@ -12,7 +12,7 @@ import torch
 from kvllm import LLM, CompressionConfig, ConfigError, Threshold
 from kvllm.compression.queries import window_tokens
 from kvllm.compression.specs import SPECS
-from kvllm.config import EngineConfig
+from kvllm.config import EngineConfig, SpeculativeConfig
 from kvllm.models.config import load_model_config
 from kvllm.parallel import SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
@@ -154,6 +154,15 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     fitting = [min(6, 200 // window_tokens(compression, size, learns=learns)) for learns in kinds]
     assert sum(len(keys) for keys in windows) / 3 == sum(fitting)
     assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
+
+
+def test_the_heaviest_steps_verify_drafts_of_all_sequences(checkpoint: Path) -> None:
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    probe, engine = make_probe(checkpoint, None, speculation=speculation)
+    logits, rows = probe.model.logits, list[int]()
+    probe.model.logits = lambda hidden, **options: rows.append(len(hidden)) or logits(hidden, **options)
+    run_heaviest_steps(probe, engine)
+    assert 6 * 4 in rows and not probe.states
 
 
 def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> None:

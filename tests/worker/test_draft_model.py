@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.worker.features.drafts import Drafts, Text
-from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.checkpoints import make_checkpoint, make_draft
+from tests.helpers.engines import greedy, make_llm, random_prompts, records_chunks, tokens
 from tests.helpers.families import FAMILIES
 
 COUNT = 3
@@ -25,11 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a checkpoint in `draft` whose weights have some noise, and which says the same more often than not."""
     path = tmp_path_factory.mktemp("qwen3")
     model = make_checkpoint(path, "qwen3", head_dim=16)
-    torch.manual_seed(9)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std() * 0.05)
-    model.save_pretrained(path / "draft")
+    make_draft(path, model, noise=0.05)
     return path
 
 
@@ -88,6 +83,19 @@ def test_drafts_are_those_of_the_draft_model_alone(checkpoint: Path, options: di
     assert_right_and_wrong(llm)
     if "num_gpu_blocks_override" in options and "block_size" not in options:
         assert llm.stats().preemptions
+
+
+def test_recorded_passes_draft_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both models: texts are read, drafted after and verified in them."""
+    records_chunks(monkeypatch)
+    llm, found = drafting(checkpoint, attention_backend="reference")
+    runner, replayed = llm.llm_engine.executor.runner, list[int]()
+    runner.use_graphs(lambda step: lambda: replayed.append(1) or step(), runner.cache.num_blocks)
+    prompts = random_prompts(256, lengths=(2, 17, 40, 63))
+    assert tokens(llm, prompts, greedy(60)) == tokens(make_llm(checkpoint), prompts, greedy(60))
+    assert_drafts(checkpoint, found)
+    assert_right_and_wrong(llm)
+    assert len(replayed) > llm.stats().steps + COUNT * 10
 
 
 def test_forks_and_aborts(checkpoint: Path) -> None:

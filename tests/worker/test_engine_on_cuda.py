@@ -12,10 +12,11 @@ import torch
 from kvllm import LLM, CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.errors import ConfigError
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.compressions import fitting, other
 from tests.helpers.devices import poisoned
 from tests.helpers.engines import greedy, random_prompts, tokens
+from tests.worker.test_mtp import make_with_mtp
 
 pytestmark = pytest.mark.gpu
 
@@ -120,3 +121,24 @@ def test_compression_is_that_of_the_cpu(name: str, enforce_eager: bool, tmp_path
     counters = [[llm.stats()[counter] for counter in COUNTERS] for llm in engines]
     assert counters[0] == counters[1] and engines[0].stats().compression_events > 0
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 0.15 * len(expected)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
+def test_tokens_with_drafts_are_those_of_the_cpu(method: str, enforce_eager: bool, tmp_path: Path) -> None:
+    """All drafts are tried, and computed by another kernel than a single token: equal logits may
+    fall out otherwise."""
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    if method == "mtp":
+        make_with_mtp(tmp_path, "glm4-moe")
+    else:
+        make_draft(tmp_path, make_checkpoint(tmp_path, "qwen3", head_dim=32, initializer_range=0.2))
+    if method == "draft_model":
+        config["model"] = str(tmp_path / "draft")
+    options: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 200, "dtype": "float32"}
+    llm = make_llm(tmp_path, speculative_config=config, enforce_eager=enforce_eager, **options)
+    llm.llm_engine.scheduler.speculation.cost = None
+    engines = llm, make_llm(tmp_path, device="cpu", **options)
+    found, expected = (tokens(each, random_prompts(256, LENGTHS), greedy(80)) for each in engines)
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 0.15 * len(expected)
+    assert 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens

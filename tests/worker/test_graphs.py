@@ -15,6 +15,7 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
+from kvllm.core.protocol import StepPlan
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker import graphs
 from kvllm.worker.features.attention_mass import AttentionMass
@@ -31,7 +32,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.devices import DEVICES
-from tests.helpers.engines import greedy, random_prompts, random_token_ids
+from tests.helpers.engines import greedy, random_prompts, random_token_ids, records_chunks
 from tests.helpers.features import feature_of
 
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
@@ -127,6 +128,31 @@ def test_forks_and_preemption(checkpoint: Path, device: str) -> None:
     options = {"num_gpu_blocks_override": 30, "enable_prefix_caching": False}
     llm, recordings = assert_same_tokens(checkpoint, device, params, **options)
     assert llm.stats().preemptions > 0 and recordings.replayed > 60
+
+
+def test_drafts_are_verified_in_recorded_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside decodes and chunks of prompts, of requests that take the most likely tokens and of others."""
+    records_chunks(monkeypatch)
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    drawn = SamplingParams(temperature=0.3, seed=1, max_tokens=60, ignore_eos=True, logprobs=2)
+    params = [greedy(60 + 3 * i) if i % 3 else drawn for i in range(len(LENGTHS))]
+    options = {"attention_backend": "reference"}
+    llm, kinds = make_llm(checkpoint, "cpu", speculative_config=ngram, **options), set[tuple[bool, bool]]()
+    llm.llm_engine.scheduler.speculation.cost = None
+    recordings, executor = Recordings(llm.llm_engine.executor.runner), llm.llm_engine.executor
+    launch = executor.launch
+    assert recordings.recorded == len(GraphSizes.with_chunks(11, 64).all()), "no more than without drafts"
+
+    def launching(plan: StepPlan) -> None:
+        replayed = recordings.replayed
+        launch(plan)
+        if plan.verifications:
+            assert recordings.replayed == replayed + 1
+            kinds.add((bool(plan.decodes.seq_ids), bool(plan.chunks)))
+
+    monkeypatch.setattr(executor, "launch", launching)
+    assert tokens(llm, params) == tokens(make_llm(checkpoint, "cpu", **options), params)
+    assert len(kinds) >= 3 and 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens
 
 
 def compressions() -> dict[str, CompressionConfig]:
@@ -367,6 +393,12 @@ def test_a_graph_reads_tables_of_every_width() -> None:
         assert recorded.run(of_step, GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
         assert (read[-1][:, :width] == torch.from_numpy(tables.table[0, [2, 0], :width])).all()
         assert read[-1].shape == (2, 40)
+
+
+@pytest.mark.parametrize("drafts, expected", [(0, [8, 100, 100]), (1, [8, 200, 200]), (20, [8, 256, 512])])
+def test_a_step_has_rows_of_logits_for_all_drafts(drafts: int, expected: list[int]) -> None:
+    sizes = GraphSizes.with_chunks(100, 2048, 1 + drafts)
+    assert [sizes.num_logits(GraphSize(*size)) for size in ((8, 8), (256, 101), (512, 101))] == expected
 
 
 def test_what_cannot_be_recorded_runs_as_before(checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.step_batch import StepBatch
 from tests.helpers.checkpoints import edit, make_checkpoint
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.engines import greedy, make_llm, random_prompts, records_chunks, tokens
 from tests.helpers.families import FAMILIES
 
 COUNT = 3
@@ -186,6 +186,20 @@ def test_tokens_are_those_without(checkpoint: Path, name: str) -> None:
     assert bool(stats.preemptions) == (options.get("num_gpu_blocks_override") == 14)
     assert bool(stats.entries_evicted) == ("compression" in options)
     assert {first > 0 for _, _, first, _ in recorder.found} == {True, False}
+
+
+def test_recorded_passes_tell_their_hidden_states(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, decodes and drafts, filled up to the sizes of recordings."""
+    records_chunks(monkeypatch)
+    recorder, reference = Recorder(checkpoint, attention_backend="reference"), Reference(checkpoint)
+    prompts = random_prompts(256, lengths=(1, 17, 40))
+    runner, replayed = recorder.llm.llm_engine.executor.runner, list[int]()
+    runner.use_graphs(lambda step: lambda: replayed.append(1) or step(), runner.cache.num_blocks)
+    assert tokens(recorder.llm, prompts, greedy(30)) == tokens(make_llm(checkpoint), prompts, greedy(30))
+    assert len(replayed) == recorder.llm.stats().steps
+    recorder.assert_drafts(checkpoint)
+    for token_ids, hidden, _, _ in recorder.found[-5:]:
+        torch.testing.assert_close(hidden, reference.hidden(token_ids)[:-1], atol=1e-4, rtol=1e-4)
 
 
 def test_forks_and_aborts(checkpoint: Path) -> None:

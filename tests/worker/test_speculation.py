@@ -19,7 +19,7 @@ from kvllm.errors import ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.observed_scores import ObservedScores
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.engines import greedy, make_llm
 from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
 
@@ -85,15 +85,6 @@ def assert_same(path: Path, params: SamplingParams, method: dict[str, Any] = NGR
     counts = llm.stats().drafts
     assert 0 < sum(counts.right) < counts.tokens, "drafts have to be right and wrong"
     return llm
-
-
-def make_draft(path: Path, model: torch.nn.Module) -> None:
-    """Write beside a checkpoint one with some noise on its weights, which knows much of what that says."""
-    torch.manual_seed(9)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std() * 0.1)
-    model.save_pretrained(path / "draft")
 
 
 ENGINES: dict[str, dict[str, Any]] = {

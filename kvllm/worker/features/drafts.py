@@ -63,7 +63,7 @@ class Drafts(StepFeature):
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
-        self.reads_hidden, self.captures = model.reads_hidden, not model.reads_hidden
+        self.reads_hidden = model.reads_hidden
         self._hidden: dict[int, HiddenStates] = {}
         self._states: Mapping[int, SequenceState] = {}
         self._batch: StepBatch | None = None
