@@ -24,9 +24,9 @@ from kvllm.simulation.hardware import load_hardware
 
 CACHES = {
     "bfloat16": ("auto", "none"),
-    "bfloat16, pressure": ("auto", ""),
+    "bfloat16, pressure": ("auto", "retain_blocks=1"),
     "int6_int4_hadamard": ("int6_int4_hadamard", "none"),
-    "int6_int4_hadamard, pressure": ("int6_int4_hadamard", ""),
+    "int6_int4_hadamard, pressure": ("int6_int4_hadamard", "retain_blocks=1"),
 }
 
 

@@ -172,7 +172,7 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--input-len", "50000", "--output-len", "4"], "max_position_embeddings=40960"),
         (["--block-size", "0"], "block_size=0"),
         (["--repeats", "0"], "--repeats=0"),
-        (["--block-size", "16", "--variants", "vanilla", "kara:buffer=32"], "buffer=32.*lower buffer"),
+        (["--block-size", "16", "--variants", "vanilla", "kara:buffer=40"], "buffer=40.*lower buffer"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, capsys):

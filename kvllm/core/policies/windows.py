@@ -33,7 +33,7 @@ class WindowOptions(PolicyOptions, frozen=True, kw_only=True):
 
     compresses: ClassVar[Compresses] = "windows"
     window_blocks: int = 4
-    retain_blocks: int = 1
+    retain_blocks: int = 2
     retain_tokens: int | None = None
     compress_prompt: bool = False
 
