@@ -152,7 +152,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     assert size == (100 if isinstance(compression.policy, Threshold) else 48)
     kinds = {compression.spec.learns, False}  # of events: those that are learned from, and others
     fitting = [min(6, 200 // window_tokens(compression, size, learns=learns)) for learns in kinds]
-    assert sum(len(keys) for keys in windows) / 3 == sum(fitting)
+    assert sum(keys.shape[0] for keys in windows) / 3 == sum(fitting)
     assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
 
 
