@@ -58,7 +58,7 @@ RECURRENT = "forks, recurrent layers"
 
 def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     """Options of an engine, and what its requests ask for."""
-    window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4, "compress_prompt": True}
+    window = {"period": 4, "window_blocks": 2, "buffer": 4, "compress_prompt": True}
     chunks = {**window, "chunk_budget": 3}
     cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
     sampled = [
