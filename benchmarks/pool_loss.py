@@ -3,7 +3,8 @@
     python -m benchmarks.pool_loss --model models/SmolLM2-135M-Instruct --text prose.txt code.txt --block-size 16 \\
         --pool-fraction 0.25 --variants random auto auto:kv_cache_dtype=int6_int4_hadamard,kv_residual_tokens=8
 
-Prints KL(full || variant) in nats of the last quarter of the texts, with 95% intervals over the texts.
+Prints KL(full || variant) in nats of the last quarter of the texts, and its difference from that of the first variant,
+with 95% intervals over the texts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from kvllm.comparison.texts import Cut, Text, cut_texts, read_files
 from kvllm.models.config import load_model_config
 from kvllm.tokenizer import load_tokenizer
 
-HEADER = ("", "KL, last quarter", "preemptions", "KV pairs kept, %")
+HEADER = ("", "KL, last quarter", "less the first", "preemptions", "KV pairs kept, %")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -53,12 +55,24 @@ def main(arguments: Sequence[str]) -> None:
     of_variants = [jobs.make_job(args, each, path, requests, args.pieces, args.pieces) for each in variants]
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder) / "reference.npy", texts, load_model_config(path).vocab_size)
-        rows = [feed(job, texts, reference, full=job is of_variants[0]) for job in of_variants]
+        found = [feed(job, texts, reference, full=job is of_variants[0]) for job in of_variants]
+    rows = [
+        [name, mean_of(losses).show(".3f"), mean_of(list(np.subtract(losses, found[1].losses))).show("+.3f"), *counts]
+        for name, losses, counts in found[1:]
+    ]
     print(table(HEADER, rows))
 
 
-def feed(job: Job, texts: Sequence[Text], reference: Reference, *, full: bool) -> list[str]:
-    """The row of a variant. full: its predictions become the reference."""
+class Found(NamedTuple):
+    """losses: of each text. counts: preemptions, and the percentage of KV pairs held at the end."""
+
+    name: str
+    losses: list[float]
+    counts: list[str]
+
+
+def feed(job: Job, texts: Sequence[Text], reference: Reference, *, full: bool) -> Found:
+    """The losses of a variant. full: its predictions become the reference."""
     llm = LLM(job.model, compression=job.compression, **job.engine)
     predictions = (FullPredictions if full else Predictions)(texts, reference, lambda _: None)
     params = [SamplingParams(temperature=0, max_tokens=len(text.output), ignore_eos=True) for text in texts]
@@ -66,11 +80,11 @@ def feed(job: Job, texts: Sequence[Text], reference: Reference, *, full: bool) -
     outputs = TeacherForcing(llm).feed(prompts, forced, params, predictions)
     losses = [float(np.nanmean(of_text[last_part(len(of_text)) :])) for of_text in predictions.divergences]
     missing, stored = sum(each.metrics.missing_entries for each in outputs), sum(text.stored for text in texts)
-    row = [job.name, mean_of(losses).show(".3f"), str(llm.stats().preemptions), f"{100 - 100 * missing / stored:.0f}"]
-    print("  ".join(row), flush=True)
+    found = Found(job.name, losses, [str(llm.stats().preemptions), f"{100 - 100 * missing / stored:.0f}"])
+    print(found.name, mean_of(losses).show(".3f"), *found.counts, flush=True)
     del llm
     gc.collect()
-    return row
+    return found
 
 
 if __name__ == "__main__":

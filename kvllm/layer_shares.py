@@ -115,7 +115,7 @@ def propose(losses: LayerLosses, layers: Sequence[int], compression: Compression
         return loss(layer, blocks) - loss(layer, blocks + 1) if blocks < most else -1.0
 
     kept = [least] * len(layers)
-    for _ in range((windows.retain_blocks - least) * len(layers)):
+    for _ in range((windows.blocks_kept - least) * len(layers)):
         kept[max(range(len(layers)), key=gain)] += (
             1  # losses fall ever more slowly, so the next block goes where most is
         )
@@ -144,8 +144,8 @@ def convex(shares: Sequence[float], losses: Sequence[float]) -> list[float]:
 def falling_line(num_layers: int, compression: CompressionConfig, block_size: int) -> list[int]:
     """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean: budgets of PyramidKV."""
     windows: WindowOptions = compression.policy
-    least = min(_least_blocks(compression, block_size), windows.retain_blocks)
-    budgets = layer_budgets(num_layers, windows.window_blocks, windows.retain_blocks, least)
+    least = min(_least_blocks(compression, block_size), windows.blocks_kept)
+    budgets = layer_budgets(num_layers, windows.window_blocks, windows.blocks_kept, least)
     return [least + budget for budget in budgets]
 
 

@@ -134,7 +134,7 @@ def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[
 
 def compression(method: str, block_size: int) -> CompressionConfig:
     eighth = block_size // 8
-    policy: Any = Periodic(window_blocks=3, retain_blocks=1, period=block_size // 2)
+    policy: Any = Periodic(window_blocks=3, period=block_size // 2)
     if not (method.startswith("kara") or SPECS[method].refusal("cache")):
         cut = {"threshold_tokens": 5 * block_size, "budget_tokens": 4 * block_size + 1}
         policy = Threshold(**cut, protect_prompt=SPECS[method].reselects)

@@ -71,7 +71,7 @@ def _kept_option(compression: CompressionConfig | None) -> tuple[str, int, int]:
     if isinstance(policy, Threshold):
         return "budget_tokens", policy.budget_tokens, policy.threshold_tokens
     if isinstance(policy, WindowOptions):
-        return "retain_blocks", policy.retain_blocks, policy.window_blocks
+        return "retain_blocks", policy.blocks_kept, policy.window_blocks
     return "", 0, 0
 
 
@@ -109,7 +109,7 @@ def _describe(compression: CompressionConfig | None) -> str:
     if not isinstance(policy, WindowOptions):
         return name
     tokens = policy.retain_tokens
-    kept = f"{policy.retain_blocks} blocks" if tokens is None else f"{tokens} KV pairs"
+    kept = f"{policy.blocks_kept} blocks" if tokens is None else f"{tokens} KV pairs"
     if compression.named_groups:
         by_group = sorted({group.retain_blocks for group in compression.named_groups})
         kept = f"{' or '.join(map(str, by_group))} blocks, by layer,"

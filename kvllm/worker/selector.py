@@ -240,7 +240,7 @@ class _Pass:
                 queries, keys, layers=layers, retain=retain, buffer=buffer, **selector.options, **inputs
             )
             self._keep(number, chosen, len(layers))
-        self._count_bytes(keys, queries, inputs.get("values"))
+        self._count_bytes(keys, queries, inputs.get("values"), inputs.get("value_norms"))
 
     def kept(self) -> list[Kept]:
         """For each part and window, the offsets that survive, once all layers were visited."""
@@ -260,7 +260,7 @@ class _Pass:
             keys, inputs = self._keys([layer], self.windows[number]), self._inputs(number, [layer])
             buffer = selector.config.buffer
             scores.append(selector.score(queries, keys, layers=[layer], buffer=buffer, **selector.options, **inputs))
-        self._count_bytes(keys, queries, inputs.get("values"))
+        self._count_bytes(keys, queries, inputs.get("values"), inputs.get("value_norms"))
         if (len(scores) + 1) * scores[0].nbytes > MAX_SCORE_BYTES:
             self._choose(number)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvllm import SamplingParams
+from kvllm import CompressionConfig, SamplingParams
 from kvllm.core import engine as engine_module
 from kvllm.core.protocol import StepPlan
 from kvllm.core.regions import Region
@@ -277,7 +277,7 @@ def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatc
 
 def test_stalls_by_events_are_counted_apart(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with an event take 1.5 s here, others 0.125 s, by a clock of the test."""
-    compression = paper_compression(method="kara", period=8, window_blocks=2, buffer=1)
+    compression = CompressionConfig(method="kara", period=8, window_blocks=2, buffer=1, policy="periodic")
     engine = make_llm(qwen3, block_size=4, compression=compression).llm_engine
     launch, now = engine.executor.launch, 0.0
 

@@ -27,7 +27,7 @@ COMPRESSIONS: dict[str, CompressionConfig | None] = {
         method="kara", period=6, max_sequences=30, window_blocks=3, buffer=2, compress_prompt=True
     ),
     "pressure": CompressionConfig(
-        method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, retain_blocks=1, buffer=1
+        method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1
     ),
     "threshold": CompressionConfig(
         method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2

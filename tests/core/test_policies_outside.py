@@ -21,13 +21,12 @@ import msgspec
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.entrypoints.engine_flags import parse_compression
 
-flat = {"method": "keydiff", "policy": "long", "window_blocks": 2, "retain_blocks": 1, "buffer": 2}
+flat = {"method": "keydiff", "policy": "long", "window_blocks": 2, "buffer": 2}
 for least in (30, 60):
     compression = CompressionConfig(**flat, least=least)
-    settings = f"long,method=keydiff,window_blocks=2,retain_blocks=1,buffer=2,least={least}"
-    assert parse_compression(settings) == compression
+    assert parse_compression(f"long,method=keydiff,window_blocks=2,buffer=2,least={least}") == compression
     assert msgspec.json.decode(msgspec.json.encode(compression), type=CompressionConfig) == compression
-    assert type(compression.policy)(window_blocks=2, retain_blocks=1, least=least) == compression.policy
+    assert type(compression.policy)(window_blocks=2, least=least) == compression.policy
     llm = LLM(sys.argv[1], load_format="dummy", max_model_len=128, block_size=4, compression=compression)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
     print("compressed", llm.stats().windows_compressed)
@@ -39,8 +38,7 @@ except Exception as error:
 SIMULATION = """
 from kvllm.entrypoints import cli
 command = ["simulate", sys.argv[1], "--hardware", "cpu", "--workload", sys.argv[2], "--block-size", "4"]
-settings = "method=keydiff,policy=long,window_blocks=2,retain_blocks=1,buffer=2,least="
-command += ["--num-blocks", "200", "--compression", settings]
+command += ["--num-blocks", "200", "--compression", "method=keydiff,policy=long,window_blocks=2,buffer=2,least="]
 for least in ("60", "109"):
     cli.main([*command[:-1], command[-1] + least])
 """

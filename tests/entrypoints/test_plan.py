@@ -145,7 +145,7 @@ def test_concurrency_counts_places_that_no_layer_fills(tmp_path, capsys):
     kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(32)]
     model = config_file(tmp_path, HALF_SLIDING | {"layer_types": kinds})
     options = ("--input-length", "1000", "--block-size", "16", "--gpu-memory", "40GB")
-    found = figures(capsys, model, *options, "--compression", "method=keydiff,window_blocks=3,retain_blocks=1,buffer=4")
+    found = figures(capsys, model, *options, "--compression", "method=keydiff,window_blocks=3,buffer=4")
     pool, block = found["pool_bytes_per_rank"], 5 * 16 * 4096
     assert found["kv_bytes"] == (5 * 1000 + 27 * 128) * 4096  # of what is attended, not padded
     assert found["sequences_at_once"]["nothing released"] == pool // (32 * 16 * 4096) // 63
@@ -161,7 +161,7 @@ def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
     model = config_file(tmp_path, LLAMA_3_8B)
     options = ("--gpu-memory", "80GB", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "2")
     options += ("--max-model-len", "8192", "--block-size", "256")
-    found = figures(capsys, model, *options, "--compression", "method=kara,window_blocks=3,retain_blocks=1")
+    found = figures(capsys, model, *options, "--compression", "method=kara,window_blocks=3")
     norms = 65 * 4096  # which both hold
     pool = 72 * 10**9 - 2 * ((8_030_261_248 - norms) // 2 + norms)
     assert found["pool_bytes_per_rank"] == pool
@@ -254,7 +254,7 @@ def test_report_and_plot(tmp_path, capsys):
             "--gpu-memory",
             "24GiB",
             "--compression",
-            "method=kara,period=64,window_blocks=3,retain_blocks=1",
+            "method=kara,period=64,window_blocks=3",
             "--block-size",
             "256",
             "--plot",

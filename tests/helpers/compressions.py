@@ -9,16 +9,14 @@ from kvllm.compression.specs import SPECS
 from kvllm.config.compression import option_types
 from kvllm.config.policies import POLICIES
 
-PAPER: dict[str, Any] = {"policy": "periodic", "window_blocks": 3, "retain_blocks": 1, "buffer": 32}
+PAPER: dict[str, Any] = {"policy": "periodic", "window_blocks": 3, "buffer": 32}
 
 
 def paper_compression(**options: Any) -> CompressionConfig:
     """With the policy, windows and buffer of Kara's paper, unless others are given."""
     paper = PAPER | options
-    if paper["policy"] == "threshold":
-        paper = {
-            name: paper[name] for name in paper if name in options or name not in ("window_blocks", "retain_blocks")
-        }
+    if paper["policy"] == "threshold" and "window_blocks" not in options:
+        del paper["window_blocks"]
     return CompressionConfig(**paper)
 
 

@@ -367,7 +367,7 @@ def decoders(checkpoints: dict[str, Path]) -> dict[str, DenseDecoder]:
 
 
 def compression_config(**options: Any) -> CompressionConfig:
-    kara = {"method": "kara", "period": 8, "window_blocks": 2, "retain_blocks": 1, "buffer": 4, "chunk_budget": 4}
+    kara = {"method": "kara", "period": 8, "window_blocks": 2, "buffer": 4, "chunk_budget": 4}
     return paper_compression(**(kara | options))
 
 

@@ -164,7 +164,7 @@ def compressions() -> dict[str, CompressionConfig]:
 
     found = {f"{name}-kara": make("kara", name, **clock) for name in ("periodic", "pressure")}
     found["periodic-kara-prompt"] = make("kara", "periodic", compress_prompt=True, **clock)
-    found["periodic-kara_sharp"] = make("kara_sharp", "periodic", period=4, window_blocks=2, retain_blocks=1)
+    found["periodic-kara_sharp"] = make("kara_sharp", "periodic", period=4, window_blocks=2)
     found["pressure-mean_attention"] = make("mean_attention", "pressure", **clock)
     for method, spec in SPECS.items():
         if not refusal(method, "threshold") and not spec.reads_file and not spec.reselects:

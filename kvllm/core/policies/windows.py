@@ -27,22 +27,28 @@ class WindowOptions(PolicyOptions, frozen=True, kw_only=True):
     Attributes:
         window_blocks: blocks of one window, the trailing full blocks that were never compressed.
         retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
+            None: half of the window, rounded down (the paper: 1 of 3).
         retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
         compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole.
     """
 
     compresses: ClassVar[Compresses] = "windows"
     window_blocks: int = 4
-    retain_blocks: int = 2
+    retain_blocks: int | None = None
     retain_tokens: int | None = None
     compress_prompt: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("window_blocks", "retain_blocks"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        require(self.window_blocks >= 1, "window_blocks", self.window_blocks, "at least 1")
+        require(self.blocks_kept >= 1, "retain_blocks", self.retain_blocks, "at least 1")
         most = f"at most window_blocks={self.window_blocks} (retention 100%)"
-        require(self.retain_blocks <= self.window_blocks, "retain_blocks", self.retain_blocks, most)
+        require(self.blocks_kept <= self.window_blocks, "retain_blocks", self.retain_blocks, most)
+
+    @property
+    def blocks_kept(self) -> int:
+        """Of a window, by `retain_blocks`."""
+        return max(1, self.window_blocks // 2) if self.retain_blocks is None else self.retain_blocks
 
     def check(self, config: CompressionConfig) -> None:
         """Lengths of all groups differ by whole blocks, so that they come to windows and to new blocks together."""
@@ -69,7 +75,7 @@ class WindowOptions(PolicyOptions, frozen=True, kw_only=True):
             least = min(group.retain_blocks for group in config.named_groups)
             retained, field, value = least * block_size, "layer_groups: retain_blocks", least
         elif self.retain_tokens is None:
-            retained, field, value = self.retain_blocks * block_size, "retain_blocks", self.retain_blocks
+            retained, field, value = self.blocks_kept * block_size, "retain_blocks", self.blocks_kept
         else:
             retained, field, value = self.retain_tokens, "retain_tokens", self.retain_tokens
         require(1 <= retained <= window, field, value, f"between 1 and {window}: {size}")
