@@ -27,6 +27,7 @@ from kvllm.comparison.predictions import FullPredictions, Predictions, Reference
 from kvllm.comparison.table import table
 from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.comparison.texts import Cut, Text, cut_texts, read_files
+from kvllm.engine_args import EngineArgs
 from kvllm.models.config import load_model_config
 from kvllm.tokenizer import load_tokenizer
 
@@ -47,9 +48,9 @@ def main(arguments: Sequence[str]) -> None:
     cut = Cut(args.pieces, args.length, args.prompt_tokens)
     texts = cut_texts(read_files(args.text), cut, load_tokenizer(args.model))
     requests = [Request(text.prompt, len(text.output)) for text in texts]
-    room = Variant(
-        "room for all", None, {"num_gpu_blocks_override": args.pieces * (args.length // args.block_size + 2)}
-    )
+    groups = EngineArgs(args.model, block_size=args.block_size).engine_config.kv_groups
+    blocks = args.pieces * (args.length // args.block_size + 2) * sum(len(group.parts) for group in groups)
+    room = Variant("room for all", None, {"num_gpu_blocks_override": blocks})
     variants = [room, *map(parse_variant, args.variants)]
     path = Path(args.model)
     of_variants = [jobs.make_job(args, each, path, requests, args.pieces, args.pieces) for each in variants]
