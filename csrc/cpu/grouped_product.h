@@ -19,8 +19,9 @@ constexpr int kMostGroupedRows = kLanes == 16 ? 8 : kGroupedRows;
 // Channels that all rows pass before the next ones, at most: their weights stay in the first cache.
 constexpr int64_t kGroupedChannels = 640;
 
-// Scales between those that are multiplied and those that are fetched, about as far ahead as their weights.
-constexpr int64_t kScalesAhead = kPrefetchDistance / 8;
+// Rows that pass one tile after the other: nibbles keep a core busy from the second row on.
+template <GroupedForm kForm>
+constexpr int kStreamingGroupedRows = kForm == GroupedForm::kNibbles ? 1 : kStreamingRows;
 
 // Four bytes, in every word.
 inline Words broadcast_word(const void* p) { return broadcast_pair(static_cast<const int16_t*>(p)); }
@@ -36,6 +37,7 @@ struct GroupedBlock {
   const OperandGroup* x_groups;
   int64_t x_stride;  // in bytes, of both
   const char* weight;
+  const char* tile;  // in which the weight is, of the first tile
   int64_t tile_bytes;
   const uint16_t* scales;
   int64_t tile_scales;  // from a tile's to the next one's
@@ -65,13 +67,13 @@ inline __attribute__((always_inline)) void load_eight(const char* from, Words& f
   }
 }
 
-// Fetches what is a way behind sixteen channels of tiles.
+// Fetches what is `ahead` bytes behind sixteen channels of tiles.
 template <GroupedForm kForm, int kTiles>
-inline __attribute__((always_inline)) void prefetch_sixteen(const char* weight, int64_t tile_bytes) {
+inline __attribute__((always_inline)) void prefetch_sixteen(const char* weight, int64_t tile_bytes, int64_t ahead) {
 #pragma GCC unroll 16
   for (int64_t byte = 0; byte < kSixteenBytes<kForm>; byte += kCacheLine) {
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(weight + t * tile_bytes + kPrefetchDistance + byte, 0, 2);
+    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(weight + t * tile_bytes + ahead + byte, 0, 2);
   }
 }
 
@@ -111,7 +113,9 @@ inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const uint16_t* scales = block.scales + v / kTileVectors * block.tile_scales + v % kTileVectors * kLanes;
-    if (v % kTileVectors == 0 && block.prefetches) __builtin_prefetch(scales + kScalesAhead, 0, 2);
+    if (v % kTileVectors == 0 && block.prefetches) {
+      __builtin_prefetch(scales + kVectors / kTileVectors * block.tile_scales, 0, 2);
+    }
     const Vec scale = load_halves(scales);
     const Vec minimum = block.minimums ? load_halves(scales + kTileColumns) : Vec{};
 #pragma GCC unroll 16
@@ -131,7 +135,11 @@ void multiply_groups(GroupedBlock block, float* totals) {
   Rows<int8_t, kRows> x(block.x, block.x_stride);
   Vec in_registers[kRows][kVectors];
   load_sums(totals, false, in_registers);
+  // From the edge on, what is fetched is the beginning of the tiles behind these.
+  const int64_t distance = kTiles > 1 && block.tile_bytes < kPrefetchDistance ? block.tile_bytes : kPrefetchDistance;
+  const char* edge = block.tile + block.tile_bytes - distance;
   for (int64_t i = 0; i < block.groups; ++i) {
+    const int64_t ahead = block.weight < edge ? distance : distance + (kTiles - 1) * block.tile_bytes;
     Words sums[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -140,7 +148,7 @@ void multiply_groups(GroupedBlock block, float* totals) {
       for (int v = 0; v < kVectors; ++v) sums[r][v] = initial;
     }
     for (int64_t channel = 0; channel < block.group; channel += 16, block.weight += kSixteenBytes<kForm>) {
-      if (block.prefetches) prefetch_sixteen<kForm, kTiles>(block.weight, block.tile_bytes);
+      if (block.prefetches) prefetch_sixteen<kForm, kTiles>(block.weight, block.tile_bytes, ahead);
       multiply_eight<kForm, 0>(x, block.weight, block.tile_bytes, sums);
       x.advance(8);
       multiply_eight<kForm, 1>(x, block.weight, block.tile_bytes, sums);
@@ -179,6 +187,7 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
   const int64_t blocks = passes == 1 ? 1 : (a.depth + kGroupedChannels - 1) / kGroupedChannels;
   const int64_t groups = a.depth / a.group, group_scales = (a.minimums ? 2 : 1) * kTileColumns;
   const int64_t tile_bytes = a.depth / 16 * kSixteenBytes<kForm>;
+  const char* weight = static_cast<const char*>(a.weight) + tile * tile_bytes;
   __builtin_memset(totals, 0, rows * kTiles * kTileColumns * sizeof(float));
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t group = groups * block / blocks, begin = group * a.group;
@@ -189,7 +198,8 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
           .x = x + begin,
           .x_groups = reinterpret_cast<const OperandGroup*>(x + a.depth) + group,
           .x_stride = a.x_stride,
-          .weight = static_cast<const char*>(a.weight) + tile * tile_bytes + begin / 16 * kSixteenBytes<kForm>,
+          .weight = weight + begin / 16 * kSixteenBytes<kForm>,
+          .tile = weight,
           .tile_bytes = tile_bytes,
           .scales = a.group_scales + (tile * groups + group) * group_scales,
           .tile_scales = groups * group_scales,
@@ -205,8 +215,9 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
 
 template <class T, GroupedForm kForm>
 void grouped_product(const Product& a, const ProductPart& part, float* workspace) {
+  const bool one_by_one = part.end_row - part.begin_row <= kStreamingGroupedRows<kForm>;
   for (int64_t tile = part.begin_tile, tiles; tile < part.end_tile; tile += tiles) {
-    tiles = part.end_tile - tile < kGroupedTiles ? 1 : kGroupedTiles;
+    tiles = one_by_one || part.end_tile - tile < kGroupedTiles ? 1 : kGroupedTiles;
     tiles == 1 ? multiply_tiles<kForm, 1>(a, part, tile, workspace)
                : multiply_tiles<kForm, kGroupedTiles>(a, part, tile, workspace);
     const int64_t column = tile * kTileColumns, width = tiles * kTileColumns;

@@ -26,6 +26,10 @@ constexpr int rows_for(int tiles) {
 }
 constexpr int tiles_for(int rows) { return rows <= rows_for(4) ? 4 : rows <= rows_for(2) ? 2 : 1; }
 
+// So few rows wait for memory, unless weights of few bits are to be unpacked. They pass one tile after the other: a
+// core reads a single stream up to 1.4 times as fast as two or four.
+constexpr int kStreamingRows = 4;
+
 // Memory that a block fetches meanwhile: `step` bytes of each tile's for every cache line of the tile that it reads.
 struct Ahead {
   const char* data;
@@ -216,7 +220,8 @@ template <class T, class P>
 void product(const Product& a, const ProductPart& part, float* workspace) {
   const int64_t rows = part.end_row - part.begin_row;
   const int64_t passes = (rows + kProductRows - 1) / kProductRows;
-  const int at_once = tiles_for(static_cast<int>((rows + passes - 1) / passes));
+  const int at_once =
+      !P::kIntegers && rows <= kStreamingRows ? 1 : tiles_for(static_cast<int>((rows + passes - 1) / passes));
   for (int64_t tile = part.begin_tile; tile < part.end_tile;) {
     const int tiles = part.end_tile - tile < at_once ? 1 : at_once;
     sum_tiles<P>(a, part.begin_row, rows, tile, tiles, workspace);
