@@ -164,7 +164,6 @@ class EngineArgs:
         seed: of requests that bring none. An integer of 64 bits.
         compression: how the KV cache is compressed while decoding; None for not at all.
         watermark: share of the KV pool that admission leaves free, so that running sequences can grow.
-        high_watermark: share that must be free after a preemption, before anything is admitted again; None for none.
         tenants: weights, guarantees and limits by the name of the tenant; others have those of `TenantConfig()`.
         kv_offloading_size: GiB of host memory for what leaves the KV pool, of all ranks of an engine together; None for
             none (docs/tiers.md).
@@ -230,7 +229,6 @@ class EngineArgs:
     seed: int = 0
     compression: CompressionConfig | None = None
     watermark: float = 0.01
-    high_watermark: float | None = None
     tenants: dict[str, TenantConfig] = dataclasses.field(default_factory=dict)
     kv_offloading_size: float | None = None
     swap_space: float | None = None
@@ -456,7 +454,6 @@ class EngineArgs:
             seed=self.seed,
             compression=self._compression(),
             watermark=self.watermark,
-            high_watermark=self.high_watermark,
             tenants=self.tenants,
             kv_groups=kv_groups,
             kv_offload_dtype=self.kv_offload_dtype,

@@ -33,8 +33,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
     watermark: share of the pool that admission leaves free, so that running sequences can grow.
-    high_watermark: share of the pool that must be free after a preemption, before anything is admitted again. None:
-        admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
     has_recurrent_layers: other layers hold a state for each sequence, which is that after its last token: no query is
@@ -62,7 +60,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     watermark: float = 0.01
-    high_watermark: float | None = None
     seed: int = 0
     compression: CompressionConfig | None = None
     tenants: dict[str, TenantConfig] = {}
@@ -106,8 +103,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "at least 0, or -1 for the whole vocabulary"
         )
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")
-        high, allowed = self.high_watermark, f"at least watermark={self.watermark} and less than 1"
-        require(high is None or self.watermark <= high < 1, "high_watermark", high, allowed)
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",

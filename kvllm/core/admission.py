@@ -10,13 +10,18 @@ from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.offloading import Offloading
 from kvllm.core.sequence import Sequence
 
+RESERVE = 0.25
+"""Share of the expected growth of running sequences that admission leaves free. In simulated pools for a half to an
+eighth of the demand, more tokens per second are generated than with less, which preempts, and more, which runs few."""
+FADING = 0.99
+"""What an ended sequence counts in the expectation, after each other one that ends."""
+
 
 class Admission:
     """Counts blocks for the scheduler that holds it: those of a prefill, and those that running sequences will take.
 
-    What is projected is the pool after compression: a sequence grows until it has a window to compress. When growth
-    has led to a preemption all the same, admission is closed until as much is free as `high_watermark` says, so that
-    the engine does not preempt and admit in turns.
+    What is projected is the pool after compression: a sequence grows until it has a window to compress, and later by
+    what stays of its windows. It is expected to generate such a share of its `max_tokens` as those that ended did.
     """
 
     def __init__(
@@ -30,17 +35,13 @@ class Admission:
         self.blocks = blocks
         self.planner = planner
         self.offloading = offloading
-        self._is_closed = False
         self._low = int(config.watermark * config.num_blocks)
-        self._high = None if config.high_watermark is None else int(config.high_watermark * config.num_blocks)
+        self._generated = self._allowed = 0.0  # tokens of sequences that have ended, the last ones above all
 
-    def close(self) -> None:
-        """A running sequence was preempted, because blocks ran out."""
-        self._is_closed = self._high is not None
-
-    def open(self) -> None:
-        """A sequence was admitted: as much is free again as it takes."""
-        self._is_closed = False
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended: others are expected to end like it."""
+        self._generated = FADING * self._generated + seq.num_generated
+        self._allowed = FADING * self._allowed + seq.max_length - seq.prompt_length
 
     def may_begin(self, seq: Sequence, hit: PrefixHit, tokens: int) -> bool:
         """Whether a step with so many tokens left has room for a chunk of a sequence; for all of its prompt, where
@@ -55,20 +56,26 @@ class Admission:
             return self.blocks.blocks_to_restore(seq, hit)
         return self.blocks.blocks_to_admit(seq, self._peak_blocks(seq), self.config.max_num_batched_tokens, hit)
 
-    def spare_blocks(self, seq: Sequence, growth: int) -> int:
+    def spare_blocks(self, seq: Sequence, growth: float) -> int:
         """Blocks to leave free beside others that run, and grow by `growth` blocks."""
-        # Each fork will copy the block that it writes first.
-        if self._is_closed and self._high is not None:
-            return self._high + growth + seq.forks_pending
-        # Windows of different sequences are at different points: half of the growth to come is needed at once.
-        return self._low + growth // 2 + seq.forks_pending
+        return self._low + int(growth) + seq.forks_pending  # each fork will copy the block that it writes first
 
-    def growth(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that sequences will add to their tables before they have a window to compress.
+    def growth(self, sequences: Iterable[Sequence]) -> float:
+        """Blocks to leave to sequences. Windows of different ones are at different points: half of what they add before
+        they have one to compress is needed at once."""
+        return sum(max(self._until_window(seq) / 2, RESERVE * self._until_end(seq)) for seq in sequences)
 
-        Without compression growth has no such end, and admission counts on preemption alone, as other engines do.
-        """
-        return sum(map(self.planner.growth, sequences)) if self.planner else 0
+    def _until_window(self, seq: Sequence) -> int:
+        return self.planner.growth(seq) if self.planner else 0
+
+    def _until_end(self, seq: Sequence) -> int:
+        """Blocks that stay of the output that is expected still."""
+        if not self._generated:
+            return 0
+        logical = max(seq.logical_length, seq.prompt_length)
+        tokens = int(self._generated / self._allowed * (seq.max_length - 1 - logical))
+        stay = self.planner.policy.regions_of(seq).staying(tokens) if self.planner else tokens
+        return self.blocks.growth(seq, logical + stay)
 
     def match_prefix(self, seq: Sequence) -> PrefixHit:
         """Cached blocks that a sequence may start from.

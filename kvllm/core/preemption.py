@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.sequence import Sequence
@@ -14,10 +13,9 @@ class Preemption:
     blocks from the host waits again; the youngest is preempted, of the tenant that is most above what it is entitled
     to. The oldest always advances."""
 
-    def __init__(self, batch: Batch, admission: Admission, planner: CompressionPlanner | None) -> None:
+    def __init__(self, batch: Batch, planner: CompressionPlanner | None) -> None:
         self.batch = batch
         self.blocks = batch.blocks
-        self.admission = admission
         self.planner = planner
 
     def make_room(self, step: Step, seq: Sequence, num_tokens: int, order: list[Sequence], position: int) -> int:
@@ -38,7 +36,6 @@ class Preemption:
                 num_tokens -= 1
                 continue
             self.batch.preempt(step, victim)
-            self.admission.close()
             if order is not running:
                 order.remove(victim)
             if victim is seq:

@@ -69,6 +69,10 @@ class Regions(ABC):
         """KV pairs at which something more than now is complete; always more than `cached`."""
 
     @abstractmethod
+    def staying(self, tokens: int) -> int:
+        """KV pairs that stay of so many more tokens, once what is complete of them is compressed."""
+
+    @abstractmethod
     def tail_after(self, cached: int, region: Region) -> int:
         """The uncompressed tail when `region` of a cache of `cached` KV pairs is compressed."""
 
@@ -123,6 +127,9 @@ class Windows(Regions):
     def tail_after(self, cached: int, region: Region) -> int:
         return cached - region.end + self.overlap
 
+    def staying(self, tokens: int) -> int:
+        return tokens - tokens // self.stride * (self.size - self.retain)
+
     def _region(self, start: int, count: int = 1) -> Region:
         return Region(start, self.size, self.retain, self.stride, count)
 
@@ -149,6 +156,9 @@ class NothingDropped(Regions):
 
     def next_end(self, cached: int, tail: int) -> int:
         return sys.maxsize
+
+    def staying(self, tokens: int) -> int:
+        return tokens
 
     def tail_after(self, cached: int, region: Region) -> int:
         raise ValueError("nothing of this sequence is compressed, so no region of it is")
@@ -178,6 +188,9 @@ class WholeCache(Regions):
 
     def next_end(self, cached: int, tail: int) -> int:
         return max(self.threshold, cached + 1)
+
+    def staying(self, tokens: int) -> int:
+        return 0  # a cache at its threshold grows no more
 
     def tail_after(self, cached: int, region: Region) -> int:
         return 0

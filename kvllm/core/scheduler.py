@@ -92,6 +92,7 @@ class Scheduler:
         seq.has_left = True
         if self.speculation:
             self.speculation.finish(seq)
+        self.admission.ended(seq)
         self.waiting.finish(seq)
         self.batch.finish(seq)
         self.blocks.release(seq)
@@ -217,12 +218,11 @@ class Scheduler:
         growth = self.admission.growth([*self.running, *self.batch.loading])
         while step.tokens > 0 and (found := self._next(step, growth)):
             tenant, hit = found
-            self.admission.open()
             seq = self.waiting.take(tenant)
             self.batch.start(step, seq, hit, step.tokens)
             growth += self.admission.growth([seq])
 
-    def _next(self, step: Step, growth: int) -> tuple[Tenant, PrefixHit] | None:
+    def _next(self, step: Step, growth: float) -> tuple[Tenant, PrefixHit] | None:
         """The tenant whose first sequence starts next, and the cached blocks that are found for it.
 
         Where that of the first tenant has to wait, the next tenants may start what they are entitled to, unless they
@@ -383,7 +383,7 @@ class Scheduler:
         self.admission = Admission(config, self.blocks, planner, offloading)
         self.batch = Batch(config, self.stats, self.blocks, self.waiting, self.admission, planner, offloading)
         self.tenants = TenantAdmission(self.batch, self.admission, planner)
-        self.preemption = Preemption(self.batch, self.admission, planner)
+        self.preemption = Preemption(self.batch, planner)
         self.step = Step(StepPlan(), 0, 0)
         if self.planner:
             self.planner.reset()

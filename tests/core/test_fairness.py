@@ -315,23 +315,6 @@ def test_idle_prefix_blocks_of_a_tenant_are_limited() -> None:
         assert cache is not None and (cache.num_idle == 5 if tenant == "a" else cache.num_idle > 15)
 
 
-def test_a_preemption_closes_admission_until_the_high_watermark_is_free() -> None:
-    def free_at_the_next_admission(high_watermark: float | None) -> int:
-        harness = Harness(engine_config(24, watermark=0.0, high_watermark=high_watermark))
-        for i in range(12):
-            harness.add([0, 1, 1, 0], 20 + 3 * i)
-        while not harness.scheduler.stats.preemptions:
-            harness.step()
-        while True:
-            free = harness.scheduler.blocks.num_available
-            harness.step()
-            if harness.plans[-1].new_seqs:
-                harness.run()
-                return free
-
-    assert free_at_the_next_admission(None) < 12 <= free_at_the_next_admission(0.5)
-
-
 @st.composite
 def loads(draw) -> tuple[EngineConfig, list[tuple[str, int, int]]]:
     """A small engine, and the requests that noisy tenants send again and again: tenant, prompt, output."""

@@ -330,7 +330,7 @@ def test_compression_saves_blocks_and_preemptions_in_a_tight_pool(cost):
     full = simulate(engine_config(num_blocks=300, max_num_seqs=16), cost, lengths, arrivals)
     tight = engine_config(num_blocks=300, max_num_seqs=16, compression=KARA)
     compressed = simulate(tight, cost, lengths, arrivals)
-    assert full.preemptions > 2 * compressed.preemptions > 0
+    assert full.preemptions >= 2 * compressed.preemptions > 0
     assert compressed.mean_concurrency > 1.2 * full.mean_concurrency
     assert compressed.blocks_released == 2 * compressed.windows_compressed > 0
     assert min(compressed.phases.recompute, compressed.phases.score, compressed.phases.compact) > 0
