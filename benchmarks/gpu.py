@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, limits, machine, report, shapes
-from benchmarks.common.internals import add_sequences
+from benchmarks.common.sequences import add_sequences
 from kvllm import LLM, CompressionConfig, RequestOutput
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.registry import BACKENDS, make_backend
