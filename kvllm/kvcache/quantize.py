@@ -6,8 +6,8 @@ m = max(max |x|, 1e-8):
 
 - `int8`: s = m / 127, codes clip(round(x / s), -127, 127); `int6`: the same with 31, plus 32.
 - `fp8_e4m3`: s = m / 448, codes are x / s as the nearest float8.
-- `int4`: z = min x, s = (max x - min x) / 15 or 1 if that is 0, both in bfloat16; codes clip(round((x - z) / s), 0, 15),
-  read as code * s + z. Two share a byte, the even channel in the low bits.
+- `int4`: z = min x, s = (max x - min x) / 15 or 1 if that is 0, both in bfloat16; codes clip(round((x - z) / s), 0,
+  15), read as code * s + z. Two share a byte, the even channel in the low bits.
 
 Of codes of 6 bits, the low 4 of all come first, then the high 2, four to a byte. With a Hadamard matrix, x is rotated.
 """

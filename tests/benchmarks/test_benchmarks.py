@@ -19,16 +19,12 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 
 KARA = "kara:period=4,window_blocks=3,retain_blocks=1,buffer=4,chunk_budget=2"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+tiny = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 # Workloads

@@ -18,18 +18,14 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.protocol import KeptPairs
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import KvLLMError
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 
 PNG = b"\x89PNG"
 COUNTS = ("steps", "mean_concurrency", "preemptions", "tokens_recomputed", "windows_compressed", "blocks_released")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+tiny = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 def arguments_of(tiny, tmp_path, *more):
