@@ -71,13 +71,18 @@ def make_checkpoint(
     return model
 
 
-def checkpoint_fixture(family: str, **options: Any) -> Any:
-    """A fixture: the directory of a checkpoint as `make_checkpoint` writes it, which tests leave as it is."""
+def checkpoint_fixture(family: str, *, method_files: bool = False, **options: Any) -> Any:
+    """A fixture: the directory of a checkpoint as `make_checkpoint` writes it, which tests leave as it is.
+
+    method_files: with those of `add_method_files`.
+    """
 
     @pytest.fixture(scope="session")
     def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = tmp_path_factory.mktemp(family)
         make_checkpoint(path, family, **options)
+        if method_files:
+            add_method_files(path)
         return path
 
     return checkpoint
