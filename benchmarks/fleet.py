@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
@@ -107,7 +107,7 @@ def fit(config: EngineConfig, cost: CostModel, arrivals: Sequence[Arrival], repl
     def beyond(power: float) -> float:
         return predict(config, cost, arrivals, replicas, 10**power).seconds - seconds
 
-    return 10 ** bisect(beyond, -2, 2, xtol=5e-4)
+    return 10 ** cast(float, bisect(beyond, -2, 2, xtol=5e-4))
 
 
 def rows(measured: Served, predicted: Served, arrivals: Sequence[Arrival]) -> list[list[str]]:
