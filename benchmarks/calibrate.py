@@ -210,11 +210,7 @@ def compare(hardware: Hardware, directory: Path) -> str:
 
 
 def both(
-    hardware: Hardware,
-    path: Path,
-    lengths: Sequence[Lengths],
-    compression: CompressionConfig | None,
-    fraction: float,
+    hardware: Hardware, path: Path, lengths: Sequence[Lengths], compression: CompressionConfig | None, fraction: float
 ) -> tuple[float, float]:
     """Seconds of the same requests with the same options and pool, run and simulated.
 

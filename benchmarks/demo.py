@@ -5,7 +5,7 @@
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
 are facts, and many of them are looked up again far behind. So the answers show a compression that drops the wrong KV
 pairs. The runs follow each other in one process, on the same problems, greedily. With `--repeats` the variants take
-turns, and times are medians. The figures go to demo.json, a plot to demo.png.
+turns, and times are medians. The figures go to demo.json.
 """
 
 from __future__ import annotations
@@ -189,14 +189,7 @@ def run_demo(arguments: Sequence[str]) -> None:
         for variant in VARIANTS
     }
     report.write_json(args.output / "demo.json", {**provenance, "runs": of_variants})
-    firsts = {name: first.measurement for name, (first, *_) in runs.items()}
-    report.plot_timelines(
-        args.output / "demo.png",
-        f"{args.problems} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
-        {name: measurement.timeline for name, measurement in firsts.items()},
-        [measurement.num_blocks for measurement in firsts.values()],
-    )
-    print(f"Written: {args.output / 'demo.json'}, {args.output / 'demo.png'}\n{SERVE}")
+    print(f"Written: {args.output / 'demo.json'}\n{SERVE}")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
+from scipy.optimize import bisect
 
 from benchmarks.common import command_line, report, shapes
 from kvllm import LLM, SamplingParams
@@ -102,14 +103,11 @@ def predict(config: EngineConfig, cost: CostModel, arrivals: Sequence[Arrival], 
 
 def fit(config: EngineConfig, cost: CostModel, arrivals: Sequence[Arrival], replicas: int, seconds: float) -> float:
     """The factor of all steps with which the requests take so long."""
-    low, high = 0.01, 100.0
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        if predict(config, cost, arrivals, replicas, middle).seconds < seconds:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def beyond(power: float) -> float:
+        return predict(config, cost, arrivals, replicas, 10**power).seconds - seconds
+
+    return 10 ** cast(float, bisect(beyond, -2, 2, xtol=5e-4))
 
 
 def rows(measured: Served, predicted: Served, arrivals: Sequence[Arrival]) -> list[list[str]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ from statistics import median
 import numpy as np
 from msgspec import Struct, to_builtins
 
-from benchmarks.common import command_line
+from benchmarks.common import command_line, report
 from kvllm import LLM, SamplingParams
-from kvllm.comparison.figures import Mean, mean_of
+from kvllm.comparison.figures import mean_of
 from kvllm.comparison.predictions import last_part
 from kvllm.comparison.table import table
 from kvllm.comparison.texts import Cut, Text, cut_texts, read_files, shipped_texts
@@ -59,7 +58,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--memory", type=float, nargs="+", default=[0.25, 0.125], metavar="X", help="default: 0.25 0.125")
     add("--methods", nargs="+", default=["streaming", "h2o", "mean_attention"], metavar="NAME")
     add("--kv-cache-dtypes", nargs="+", default=["auto", "int6_int4_hadamard+16"], metavar="NAME")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -84,26 +83,16 @@ def main(arguments: Sequence[str]) -> None:
     found = {name: judge(full, texts, written, outputs[FULL.name]) for name, written in outputs.items()}
     memory = {plan.variant.name: plan.variant.memory for plan in plans}
     print(show(found, memory))
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "generations.json").write_text(json.dumps(to_builtins(found)))
+    report.write_json(args.output / "generations.json", to_builtins(found))
 
 
 def write(plan: Plan, setting: Setting, texts: Sequence[Text], args: argparse.Namespace) -> list[list[int]]:
     """The tokens that a variant adds to each prompt."""
     llm = LLM.from_engine_args(setting.engine_args(plan.variant.kv_cache_dtype, plan.fitted))
-    most = args.length - args.prompt_tokens
     budget = plan.fitted.budget((args.prompt_tokens, args.length - 1)) if plan.fitted else None
-    params = [
-        SamplingParams(
-            temperature=args.temperature,
-            seed=i,
-            max_tokens=most,
-            ignore_eos=True,
-            budget_tokens=budget,
-            detokenize=False,
-        )
-        for i in range(len(texts))
-    ]
+    options = {"max_tokens": args.length - args.prompt_tokens, "ignore_eos": True, "detokenize": False}
+    options |= {"temperature": args.temperature, "budget_tokens": budget}
+    params = [SamplingParams(**options, seed=i) for i in range(len(texts))]
     results = llm.generate([{"prompt_token_ids": text.prompt} for text in texts], params, use_tqdm=False)
     del llm
     gc.collect()
@@ -143,26 +132,16 @@ def repetition(tokens: Sequence[int]) -> float:
 def show(found: dict[str, Written], memory: dict[str, float]) -> str:
     """The first row has the full cache's own figures, the others differences."""
     full = found[FULL.name]
-    rows = []
-    for name, each in found.items():
 
-        def minus_full(figures: list[float], own: list[float], each: Written = each) -> Mean:
-            return mean_of(figures if each is full else list(np.subtract(figures, own)))
+    def cells(each: Written) -> list[str]:
+        found = []
+        for name, unit, shape in (("last_quarter", 1, ".3f"), ("whole", 1, ".3f"), ("repeated", 100, ".1f")):
+            figures = unit * np.subtract(getattr(each, name), 0 if each is full else getattr(full, name))
+            found.append(mean_of(list(figures)).show(shape if each is full else f"+{shape}"))
+        return [*found, f"{median(each.parted):.0f}"]
 
-        sign = "" if each is full else "+"
-        percent = [100 * share for share in each.repeated], [100 * share for share in full.repeated]
-        rows.append(
-            [
-                name,
-                f"{100 * memory[name]:.1f}",
-                minus_full(each.last_quarter, full.last_quarter).show(f"{sign}.3f"),
-                minus_full(each.whole, full.whole).show(f"{sign}.3f"),
-                minus_full(*percent).show(f"{sign}.1f"),
-                f"{median(each.parted):.0f}",
-            ]
-        )
-    return table(HEADER, rows)
+    return table(HEADER, [[name, f"{100 * memory[name]:.1f}", *cells(each)] for name, each in found.items()])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line.run_script(main)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, limits, machine, report, shapes
-from benchmarks.common.internals import add_sequences
+from benchmarks.common.sequences import add_sequences
 from kvllm import LLM, CompressionConfig, RequestOutput
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.registry import BACKENDS, make_backend
@@ -50,9 +50,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 32, 128, 256])
     add("--contexts", type=int, nargs="+", default=[1024, 4096])
     add("--block-size", type=int, default=256)
-    add(
-        "--periods", type=int, default=4, help="of compression that are measured (default 4: a window of each sequence)"
-    )
+    periods = "of compression that are measured (default 4: a window of each sequence)"
+    add("--periods", type=int, default=4, help=periods)
     command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
 

@@ -17,10 +17,9 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -86,54 +85,40 @@ def generate(batch: Batch) -> Round:
 DONE = b"data: [DONE]"
 
 
-class Stream(asyncio.Protocol):
-    """Keeps all that comes of one completion, until the connection ends."""
-
-    def __init__(self, request: bytes) -> None:
-        self.request = request
-        self.content = bytearray()
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self.request)  # uvloop's is no subclass
-
-    def data_received(self, data: bytes) -> None:
-        self.content += data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set_result(None)
-
-    def token_ids(self) -> list[int]:
-        """Raises KvLLMError if the stream was cut off."""
-        *events, last = [line for line in self.content.splitlines() if line.startswith(b"data: ")] or [b""]
-        if last != DONE:
-            raise KvLLMError("a stream has ended without [DONE]")
-        chunks = [msgspec.json.decode(line.removeprefix(b"data: ")) for line in events]
-        return [token for chunk in chunks for c in chunk.get("choices", ()) for token in c["token_ids"] or ()]
-
-
-async def run_streams(url: str, prompts: list[list[int]], output_tokens: int) -> list[Stream]:
-    """Send completions all at once, and wait for their ends."""
-    address, loop, streams = urlsplit(url), asyncio.get_running_loop(), []
-    assert address.hostname and address.port
+async def run_streams(url: str, prompts: list[list[int]], output_tokens: int) -> list[bytes]:
+    """Send completions all at once, and keep all that comes of each until its connection ends."""
+    address = urlsplit(url)
     options = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
-    for prompt in prompts:
+
+    async def complete(prompt: list[int]) -> bytes:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 24)
         body = msgspec.json.encode({"prompt": prompt, **options, "stream": True, "return_token_ids": True})
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
-        make = partial(Stream, head.encode() + body)
-        streams.append((await loop.create_connection(make, address.hostname, address.port))[1])
-    await asyncio.gather(*(stream.ended for stream in streams))
-    return streams
+        writer.write(head.encode() + body)
+        content = await reader.read()
+        writer.close()
+        return content
+
+    return await asyncio.gather(*map(complete, prompts))
+
+
+def token_ids(content: bytes) -> list[int]:
+    """Raises KvLLMError if the stream was cut off."""
+    *events, last = [line for line in content.splitlines() if line.startswith(b"data: ")] or [b""]
+    if last != DONE:
+        raise KvLLMError("a stream has ended without [DONE]")
+    chunks = [msgspec.json.decode(line.removeprefix(b"data: ")) for line in events]
+    return [token for chunk in chunks for c in chunk.get("choices", ()) for token in c["token_ids"] or ()]
 
 
 def stream(url: str, batch: Batch) -> Round:
     begin = time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         streams = runner.run(run_streams(url, batch.prompts, batch.output_tokens))
-    return Round(time.perf_counter() - begin, [each.token_ids() for each in streams])
+    return Round(time.perf_counter() - begin, [token_ids(content) for content in streams])
 
 
 # Both sides

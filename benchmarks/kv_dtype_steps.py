@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from msgspec import Struct, to_builtins
 
 from benchmarks.common import command_line, machine, report
-from benchmarks.common.internals import add_sequences
+from benchmarks.common.sequences import add_sequences
 from benchmarks.common.shapes import SHAPES
 from kvllm import LLM
 from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options

@@ -41,7 +41,7 @@ from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
 from benchmarks.peers_engines.protocol import ChildFailed, Job, call
-from benchmarks.peers_engines.registry import ENGINES
+from benchmarks.peers_engines.registry import ENGINES, Engine
 from kvllm.config import require
 from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.gguf.paths import find_gguf
@@ -125,15 +125,13 @@ def default_engines(pool_fraction: float, gguf: bool = False) -> list[str]:
     """Those that drop KV pairs, and all others whose pool can be small, if it is small; else all that drop none. For a
     GGUF file, KvLLM and llama.cpp have entries of their own."""
     others = {ENGINES[name].environment for name in ENGINES if ENGINES[name].weights == "file"} if gguf else {""}
-    fitting = {
-        name: engine
-        for name, engine in ENGINES.items()
-        if not engine.drafts
-        and ((engine.weights == "file" and gguf) or (engine.weights != "file" and engine.environment not in others))
-    }
-    if pool_fraction < 1:
-        return [name for name, engine in fitting.items() if engine.pooled]
-    return [name for name, engine in fitting.items() if not engine.evicts]
+
+    def fits(engine: Engine) -> bool:
+        is_file = engine.weights == "file"
+        fitting = gguf if is_file else engine.environment not in others
+        return fitting and not engine.drafts and (engine.pooled if pool_fraction < 1 else not engine.evicts)
+
+    return [name for name, engine in ENGINES.items() if fits(engine)]
 
 
 # Runs
@@ -168,12 +166,7 @@ def prepare(files: PeerFiles, names: Sequence[str], checkpoint: Path) -> tuple[d
 
 
 def make_job(
-    name: str,
-    checkpoint: Path,
-    loaded: Path,
-    model: ModelConfig,
-    requests: Sequence[Request],
-    pool_fraction: float = 1.0,
+    name: str, checkpoint: Path, loaded: Path, model: ModelConfig, requests: Sequence[Request], pool_fraction: float = 1
 ) -> Job:
     numbers_of_pair = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     return {
@@ -387,15 +380,10 @@ def benchmark(arguments: Sequence[str]) -> None:
     for workload in args.workloads:
         requests = make_requests(workload, checkpoint, model.vocab_size)
         totals = workloads.totals(workload, requests)
-        share = f"{args.pool_fraction:.0%} of the KV blocks that all of them fill"
-        print(
-            "\nWorkload {name}: {requests} requests, {output_tokens} output tokens, ".format(**totals) + share,
-            flush=True,
-        )
-        jobs = {
-            name: make_job(name, checkpoint, path, model, requests, args.pool_fraction)
-            for name, path in checkpoints.items()
-        }
+        counts = "\nWorkload {name}: {requests} requests, {output_tokens} output tokens, ".format(**totals)
+        print(f"{counts}{args.pool_fraction:.0%} of the KV blocks that all of them fill", flush=True)
+        share, loaded = args.pool_fraction, checkpoints.items()
+        jobs = {name: make_job(name, checkpoint, path, model, requests, share) for name, path in loaded}
         runs, failures = run_rounds(files, jobs, args.rounds, args.busy_processes)
         whole = args.pool_fraction == 1  # else sequences wait, or hold fewer pairs
         floors = {name: floor_of(name, each[0], model, requests, peak) for name, each in runs.items() if whole}

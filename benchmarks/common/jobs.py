@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from benchmarks.common.child import run_child
 from benchmarks.common.measurement import Measurement, measure
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
-from kvllm import LLM, CompressionConfig, RequestOutput
+from kvllm import LLM, CompressionConfig
 from kvllm.config import require
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
@@ -91,16 +90,11 @@ def run(job: Job) -> Measurement:
     """Load the model, warm up on prompts of the same lengths with other tokens, and measure."""
     llm = LLM(job.model, compression=job.compression, **job.engine)
     _warm_up(llm, job.requests[: llm.config.max_num_seqs])
-    return serve(llm, job.requests)[1]
-
-
-def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], Measurement]:
-    """Generate greedily, as many tokens as each request allows, and measure."""
-    outputs, measurement = measure(llm, *workloads.prompts_of(requests))
+    outputs, measurement = measure(llm, *workloads.prompts_of(job.requests))
     generated = [len(output.outputs[0].token_ids) for output in outputs]
-    if generated != [request.output_length for request in requests]:
+    if generated != [request.output_length for request in job.requests]:
         raise RuntimeError(f"requests did not generate the tokens they were asked for: {generated}")
-    return outputs, measurement
+    return measurement
 
 
 def _warm_up(llm: LLM, requests: list[Request]) -> None:

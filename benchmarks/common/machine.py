@@ -57,16 +57,15 @@ def last_level_cache() -> int | None:
     return max((int(size[:-1]) * 1024 for size in sizes if size.endswith("K")), default=None)
 
 
-def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
-    """The best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's
-    threads together, elsewhere by the whole device."""
+def read_bandwidth(repeats: int = 10) -> float:
+    """The best rate, in bytes/s, at which torch's threads together read an array far larger than any cache."""
     size = max(PROBE_BYTES, 4 * (last_level_cache() or 0)) // 4
-    array = use_huge_pages(torch.empty(size, device=device)).fill_(1)
-    array.sum().item()
+    array = use_huge_pages(torch.empty(size)).fill_(1)
+    array.sum()
     best = float("inf")
     for _ in range(repeats):
         begin = time.perf_counter()
-        array.sum().item()  # waits for the device
+        array.sum()
         best = min(best, time.perf_counter() - begin)
     return array.nbytes / best
 

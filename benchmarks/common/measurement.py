@@ -61,8 +61,6 @@ class Measurement(Counts, kw_only=True):
     p99_stall_seconds: float
     longest_stall_seconds: float
     num_blocks: int
-    block_bytes: int
-    mean_blocks: float
     peak_blocks: int
     peak_kv_bytes: int
     peak_memory_bytes: int
@@ -108,8 +106,6 @@ def measure(
         p99_stall_seconds=stats.stalls.p99,
         longest_stall_seconds=stats.longest_stall_seconds,
         num_blocks=stats.num_blocks,
-        block_bytes=llm.cache_shape.bytes_per_block,
-        mean_blocks=sum(blocks for _, blocks in timeline) / len(timeline),
         peak_blocks=peak_blocks,
         peak_kv_bytes=peak_blocks * llm.cache_shape.bytes_per_block,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

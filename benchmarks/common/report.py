@@ -24,12 +24,6 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save(path: Path, figure: Figure) -> None:
-    """Write a figure as PNG. The folder is made where it is absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 class Line(NamedTuple):
     """The points of a line, and how far the interval of each reaches below and above it, if it has one."""
 
@@ -67,7 +61,8 @@ def plot_lines(
     all_axes[-1].set_xlabel(xlabel)
     figure.suptitle(title)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
-    save(path, figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def plot_timelines(

@@ -3,9 +3,9 @@
     python -m benchmarks.paper.figure_2 --model DIR
     python -m benchmarks.paper.figure_2 --preset cpu
 
-Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the script
-follows the position in the text of every KV pair in the cache, for each layer and KV head. At the end it cuts the text,
-prompt included, into equal regions, and gives the share of the KV pairs of each that survive.
+Every method generates the same number of tokens for the same prompts, one run after the other, and reports which KV
+pairs of each layer and KV head are left. The script cuts the text, prompt included, into equal regions, and gives the
+share of the KV pairs of each that survive.
 
 Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"). All other methods compress the
 whole cache at a threshold, from 5 blocks to 4 and one KV pair. Prompts are random ids, or the reasoner's problems. The
@@ -23,11 +23,11 @@ from statistics import mean
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.common import command_line, jobs, machine, report, shapes, workloads
-from benchmarks.common.internals import engine_of, executor_of
 from benchmarks.common.jobs import Job
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
@@ -36,14 +36,10 @@ from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
-from kvllm.core.executor import BlockingExecutor
 from kvllm.core.policies import Periodic, Threshold
-from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
+from kvllm.core.protocol import KeptPairs
 from kvllm.models.config import load_model_config
-from kvllm.worker.inline import InlineExecutor
 
-HOLE = -1
-"""Stands for a position where a head keeps fewer KV pairs than it has slots."""
 METHODS = tuple(SPECS)
 DEFAULT = tuple(name for name, spec in SPECS.items() if not spec.reads_file)
 """Without those that need a file beside the model."""
@@ -55,81 +51,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class PositionTracker(BlockingExecutor):
-    """Runs plans, and follows the position in the text of every cached KV pair.
-
-    positions: by sequence, int64 `[layers, kv_heads, kv_pairs]`, in the order of the cache. The positions of a sequence
-        stay after its end. events: the number of times that each sequence was compressed.
-    """
-
-    def __init__(self, inner: InlineExecutor) -> None:
-        self.inner = inner
-        self.runner = inner.runner
-        self.positions: dict[int, Tensor] = {}
-        self.events: dict[int, int] = {}
-        self._logical: dict[int, int] = {}
-        self._moved: Tensor | None = None
-        if self.runner.compressor:
-            operations = self.runner.compressor.operations
-            self._compact, operations.compact = operations.compact, self._record
-
-    def _record(self, kept: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        self._moved = kept.cpu()
-        self._compact(kept, sources, destinations)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self.inner.execute(plan)
-        for start in plan.new_seqs:
-            self._logical[start.seq_id] = start.logical_length
-            self.positions[start.seq_id] = self._text(0, start.logical_length)
-            self.events[start.seq_id] = 0
-        moving = [job for job in plan.compressions if job.moves]
-        for i, job in enumerate(moving):
-            assert self._moved is not None
-            self._compress(job, self._moved[:, i])
-        for job in plan.compressions:
-            if not job.moves:  # whole blocks at the beginning are released
-                self._compress(job, self._text(0, 0))
-        for seq_id, num_tokens in plan.query_tokens():
-            begin = self._logical[seq_id]
-            self._logical[seq_id] = end = begin + num_tokens
-            self.positions[seq_id] = torch.cat((self.positions[seq_id], self._text(begin, end)), dim=-1)
-        return result
-
-    def _text(self, begin: int, end: int) -> Tensor:
-        shape = self.runner.cache.shape
-        return torch.arange(begin, end).expand(shape.num_layers, shape.num_kv_heads, end - begin)
-
-    def _compress(self, job: CompressionJob, kept: Tensor) -> None:
-        """kept: `[layers, kv_heads, kv_pairs]`, offsets in the region, padded with -1."""
-        positions, (own,) = self.positions[job.seq_id], job.parts
-        begin = own.first_block * self.runner.block_size
-        end = min(positions.shape[-1], begin + own.region_blocks * self.runner.block_size)
-        kept = kept[:, :, : end - begin - own.dropped]
-        survivors = positions[:, :, begin:end].gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, HOLE)
-        self.positions[job.seq_id] = torch.cat((positions[:, :, :begin], survivors, positions[:, :, end:]), dim=-1)
-        self.events[job.seq_id] += 1
-
-    def length(self, seq_id: int) -> int:
-        """Tokens of the text so far, evicted ones included."""
-        return self._logical[seq_id]
-
-
-def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[Tensor, Tensor]:
-    """Count the survivors of each of `regions` equal parts of a text of `length` tokens.
-
-    positions: int64 `[layers, kv_heads, kv_pairs]`, HOLE where there is none.
-    Returns: the counts, int64 `[layers, kv_heads, regions]`, and the tokens of each region, int64 `[regions]`.
-    """
-    bounds = torch.tensor([length * i // regions for i in range(regions + 1)])
-    index = torch.bucketize(positions.contiguous(), bounds[1:], right=True)
-    index = index.masked_fill(positions == HOLE, regions)
-    counts = torch.zeros(*positions.shape[:2], regions + 1, dtype=torch.int64)
-    counts.scatter_add_(-1, index, torch.ones_like(index))
-    return counts[..., :regions], bounds.diff()
+def left_of(reports: Sequence[KeptPairs], shape: tuple[int, ...]) -> Tensor:
+    """Which KV pairs of a text are left after the compressions that are reported: bool `[layers, kv_heads, tokens]`."""
+    left = torch.ones(shape, dtype=torch.bool)
+    for each in reports:
+        rows = np.array([[np.frombuffer(head, dtype=np.uint8) for head in heads] for heads in each.bits])
+        bits = np.unpackbits(rows, axis=-1, bitorder="little", count=each.end - each.first)
+        left[each.layers, :, each.first : each.end] = torch.from_numpy(bits.astype(bool))
+    return left
 
 
 def compression(method: str, block_size: int) -> CompressionConfig:
@@ -160,19 +89,22 @@ def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
 def follow(job: Job, regions: int) -> dict[str, Any]:
     """Run a job and report the survivors, on average over its sequences."""
     llm = LLM(job.model, compression=job.compression, **job.engine)
-    tracker = PositionTracker(executor_of(llm))
-    engine_of(llm).executor = tracker
-    jobs.serve(llm, job.requests)
-    counts, sizes = zip(
-        *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
-        strict=True,
-    )
-    share = [(count / size).mean(dim=(0, 1)) for count, size in zip(counts, sizes, strict=True)]
-    every = sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True))
+    prompts, params = workloads.prompts_of(job.requests)
+    asking = [msgspec.structs.replace(each, report_kept_pairs=True) for each in params]
+    outputs, shape = llm.generate(prompts, asking, use_tqdm=False), llm.cache_shape
+    left = [
+        left_of(output.metrics.kept_pairs, (shape.num_layers, shape.num_kv_heads, request.kv_pairs))
+        for output, request in zip(outputs, job.requests, strict=True)
+    ]
+    bounds = [[each.shape[-1] * i // regions for i in range(1, regions)] for each in left]
+    shares = [
+        [part.float().mean().item() for part in each.tensor_split(at, -1)]
+        for each, at in zip(left, bounds, strict=True)
+    ]
     return {
-        "survivors": torch.stack(share).mean(0).tolist(),
-        "kept_of_all": sum(int(count.sum()) for count in counts) / every,
-        "events_per_sequence": mean(tracker.events.values()),
+        "survivors": [mean(of_region) for of_region in zip(*shares, strict=True)],
+        "kept_of_all": sum(int(each.sum()) for each in left) / sum(each.numel() for each in left),
+        "events_per_sequence": mean(len(output.metrics.kept_pairs) for output in outputs),
         "compression": msgspec.to_builtins(job.compression),
     }
 

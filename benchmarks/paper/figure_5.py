@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from math import sqrt
 from pathlib import Path
-from statistics import NormalDist, mean
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -265,37 +264,20 @@ def percent(right: Sequence[bool]) -> str:
     return f"{100 * mean(right):.1f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
-    """The first minus the second in right answers to the same questions, half its confidence interval, and the
-    probability that equal methods differ as much (McNemar's exact test)."""
-    differences = [int(a) - int(b) for a, b in zip(first, second, strict=True)]
-    n, average = len(differences), mean(differences)
-    variance = sum((d - average) ** 2 for d in differences) / max(1, n - 1)
-    half_width = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * sqrt(variance / n)
-    wins, losses = differences.count(1), differences.count(-1)
-    p_value = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-    return average, half_width, p_value
-
-
 # Tables and the plot
 
 
 def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
-    """Right answers, paired differences to the first method, memory, and cost."""
-    full, first = outcomes[FULL], args.methods[0]
+    """Right answers, memory, and cost."""
+    full = outcomes[FULL]
 
     def table(title: str, cell: Callable[[Outcome, str], str]) -> str:
         rows = [[each, *(cell(outcomes[f"{each} {r}"], r) for r in args.retentions)] for each in args.methods]
         return f"{title}\n" + report.table(["", *(f"retention {r}" for r in args.retentions)], rows)
 
-    def minus(outcome: Outcome, other: Outcome) -> str:
-        average, half_width, p_value = paired_difference(outcome.right, other.right)
-        return f"{100 * average:+.1f} ± {100 * half_width:.1f} (p {p_value:.1g})"
-
     answers = f"Right answers in % with {CONFIDENCE:.0%} intervals, {len(full.right)} questions; full cache "
     parts = [
         table(answers + percent(full.right), lambda own, _: percent(own.right)),
-        table(f"Minus {first}, in points (p: McNemar's)", lambda own, r: minus(own, outcomes[f"{first} {r}"])),
         table("KV pairs kept at the end, %", lambda own, _: f"{100 * own.kept:.1f}"),
         table("Processor time over the full cache's", lambda own, _: f"{own.cpu_seconds / full.cpu_seconds:.1f}"),
     ]

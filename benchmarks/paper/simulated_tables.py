@@ -1,16 +1,11 @@
 """Throughput and latency at the scale of the Kara paper's serving experiments (tables 2 and 3), simulated.
 
     python -m benchmarks.paper.simulated_tables --model-config config.json
-    python -m benchmarks.paper.simulated_tables --model-config config.json --tiers
 
 DeepSeek-R1-Distill-Llama-8B on four RTX 5090, tensor parallel 4, blocks of 256, at most 8192 generated tokens; Kara
 compresses at most 30 windows of 3 blocks every 128 steps (paper, appendix B.1). The lengths of the answers, the number
 of requests and the concurrency are assumptions: answers are uniform up to 8192 tokens. So the differences between rows
-mean more than the absolute figures.
-
-`--tiers` has host memory below the pool instead: preempted sequences are computed again or swapped, and what kara_sharp
-drops comes back. How many KV pairs do so is an assumption: two of each layer and KV head. The figures go to
-simulated_tables.json.
+mean more than the absolute figures. The figures go to simulated_tables.json.
 """
 
 from __future__ import annotations
@@ -18,61 +13,41 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from benchmarks.common import command_line, machine, report
 from benchmarks.paper.settings import GAIN, PAPER, WINDOWS, snapkv
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.entrypoints.simulate import read_model_config, with_host_memory
+from kvllm.entrypoints.simulate import read_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.workload import SyntheticWorkload, draw
 
 
-class Variant(NamedTuple):
-    """swap: one of SWAP_MODES; None without host memory."""
-
-    compression: CompressionConfig | None = None
-    swap: str | None = None
-
-
-def sharp(swap: str | None = None, **options: Any) -> Variant:
-    return Variant(CompressionConfig(method="kara_sharp", **WINDOWS | options), swap)
+def sharp(**options: Any) -> CompressionConfig:
+    return CompressionConfig(method="kara_sharp", **WINDOWS | options)
 
 
 VARIANTS = {
-    "full cache": Variant(),
-    "SnapKV, 1280 to 1025": Variant(snapkv(256)),
-    "Kara, 257 of 768": Variant(CompressionConfig(method="kara", **WINDOWS, retain_tokens=257)),
-    "Kara, 1 block of 3": Variant(CompressionConfig(method="kara", **WINDOWS)),
-    "Kara, 1 of 3, pressure": Variant(CompressionConfig(method="kara", **WINDOWS | {"policy": "pressure"})),
+    "full cache": None,
+    "SnapKV, 1280 to 1025": snapkv(256),
+    "Kara, 257 of 768": CompressionConfig(method="kara", **WINDOWS, retain_tokens=257),
+    "Kara, 1 block of 3": CompressionConfig(method="kara", **WINDOWS),
+    "Kara, 1 of 3, pressure": CompressionConfig(method="kara", **WINDOWS | {"policy": "pressure"}),
     "kara_sharp, 1 of 3": sharp(),
     "kara_sharp, 1 of 3, pressure": sharp(policy="pressure"),
 }
-TIERS = {
-    "full cache": Variant(swap="never"),
-    "full cache, swap always": Variant(swap="always"),
-    "full cache, swap auto": Variant(swap="auto"),
-    "kara_sharp, swap never": sharp("never"),
-    "kara_sharp, swap always": sharp("always"),
-    "kara_sharp, swap auto": sharp("auto"),
-    "recall at each token": sharp("auto", recall_bound=0.3),
-    "recall at each token, int4": sharp("auto", recall_bound=0.3, recall_dtype="int4"),
-    "recall every 16, int4": sharp("auto", recall_period=16, recall_dtype="int4"),
-    "recall every 64, int4": sharp("auto", recall_period=64, recall_dtype="int4"),
-}
 MAX_OUTPUT, PROMPT = 8192, 128
-HOST_GIB, RECALLED_PAIRS = 512.0, 2.0
 
 
-def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, variant: Variant) -> Outcome:
+def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, compression: CompressionConfig | None) -> Outcome:
     workload = SyntheticWorkload(
         num_requests=args.requests, input_len=PROMPT, output_len=MAX_OUTPUT // 2, range_ratio=0.999
     )
-    lengths, compression = draw(workload), variant.compression
+    lengths = draw(workload)
     scored = compression is not None and compression.observes_scores
     config = EngineConfig(
         num_blocks=cost.pool_blocks(256, args.gpu_memory_utilization, scored=scored),
@@ -81,10 +56,8 @@ def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, variant: Varia
         max_num_batched_tokens=8192,
         compression=compression,
         async_scheduling=True,
-        swap=variant.swap or "auto",
     )
-    config = with_host_memory(config, cost, HOST_GIB if variant.swap else None)
-    return simulate(config, cost, lengths, [0.0] * len(lengths), recalled_pairs=RECALLED_PAIRS)
+    return simulate(config, cost, lengths, [0.0] * len(lengths))
 
 
 COLUMNS: dict[str, Callable[[Outcome], str]] = {
@@ -93,8 +66,6 @@ COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "preemp-\ntions": lambda run: f"{run.preemptions:,}",
     "tokens com-\nputed again": lambda run: f"{run.tokens_recomputed:,}",
     "latency,\nmean, s": lambda run: f"{run.mean_latency:,.1f}",
-    "swapped\nout": lambda run: f"{run.swapped_out:,}",
-    "host, peak,\nGiB": lambda run: f"{run.host_bytes / report.GIB:,.1f}",
 }
 
 
@@ -117,8 +88,7 @@ def tables(arguments: Sequence[str]) -> None:
     print(f"Published: {PAPER}\n")
     content: dict[str, Any] = {}
     for num_seqs in args.max_num_seqs:
-        variants = TIERS if args.tiers else VARIANTS
-        runs = {name: run(args, cost, num_seqs, variant) for name, variant in variants.items()}
+        runs = {name: run(args, cost, num_seqs, compression) for name, compression in VARIANTS.items()}
         print(show(num_seqs, runs), flush=True)
         content[str(num_seqs)] = msgspec.to_builtins(runs)
     provenance = machine.announce("benchmarks.paper.simulated_tables", arguments)
@@ -134,7 +104,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--requests", type=int, default=500)
     add("--max-num-seqs", type=int, nargs="+", default=[128, 256, 512])
     add("--gpu-memory-utilization", type=float, default=0.9)
-    add("--tiers", action="store_true", help=f"{HOST_GIB:.0f} GiB of host memory below the pool: swap and recall")
     command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
 

@@ -12,10 +12,12 @@ import random
 from benchmarks.reasoner.problems import NAMES, NUM_ASKED, Problem
 
 
-def make_columns(rng: random.Random, places: int, factor: int | None) -> Problem:
-    """A sum of two numbers of `places` digits, or the product of one and `factor`."""
+def make_columns(rng: random.Random, places: int, *, multiplies: bool) -> Problem:
+    """A sum of two numbers of `places` digits, with about 25 tokens of working a place, or the product of one and a
+    digit, with about 30. Raises ValueError for too few places or too many."""
     if not NUM_ASKED <= places <= len(NAMES):
         raise ValueError(f"places is {places}; allowed are {NUM_ASKED} to {len(NAMES)}: every place is one letter")
+    factor = rng.randrange(2, 10) if multiplies else None
     columns, steps, digits, carry = [], [], {}, 0
     for name in rng.sample(NAMES, places):
         x = rng.randrange(10)
@@ -36,13 +38,3 @@ def make_columns(rng: random.Random, places: int, factor: int | None) -> Problem
     task = "add" if factor is None else f"times {factor}"
     prompt = f"{task}: {','.join(columns)},\n?{','.join(asked)}\n"
     return Problem(prompt, "".join(steps) + f"all is done, so the answer is ?{answer}", answer)
-
-
-def make_addition(rng: random.Random, places: int) -> Problem:
-    """About 25 tokens of working a place. Raises ValueError for too few places or too many."""
-    return make_columns(rng, places, None)
-
-
-def make_multiplication(rng: random.Random, places: int) -> Problem:
-    """About 30 tokens of working a place. Raises ValueError for too few places or too many."""
-    return make_columns(rng, places, rng.randrange(2, 10))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.reasoner import columns, recall
+from benchmarks.reasoner import recall
+from benchmarks.reasoner.columns import make_columns
 from benchmarks.reasoner.problems import NAMES, NUM_ASKED, Problem
 from benchmarks.reasoner.programs import MAX_LINES, at_length, dense, make_program, worded
 
@@ -27,8 +28,8 @@ TASKS = {
     "dense": Task(partial(make_program, style="short", write=dense), "lines", 2, MAX_LINES),
     "program": Task(partial(make_program, style="words", write=worded), "lines", 2, MAX_LINES),
     "long": Task(partial(make_program, style="long", write=at_length), "lines", 2, 44),
-    "addition": Task(columns.make_addition, "places", NUM_ASKED, 48),
-    "multiplication": Task(columns.make_multiplication, "places", NUM_ASKED, 48),
+    "addition": Task(partial(make_columns, multiplies=False), "places", NUM_ASKED, 48),
+    "multiplication": Task(partial(make_columns, multiplies=True), "places", NUM_ASKED, 48),
     "recall": Task(recall.make_recall, "pairs", NUM_ASKED, len(NAMES)),
     "needle": Task(recall.make_needle, "sentences", 4, 280),
 }

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from statistics import mean
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.reasoner.checkpoint import save_checkpoint
 from benchmarks.reasoner.model import CONTEXT, Reasoner, rope_tables
 from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, PAD, TOKEN_IDS, encode
+from kvllm.engine_args import DEFAULT_MODEL
 
 SHARES = {
     "dense": 0.2,
@@ -42,6 +44,8 @@ SIGN_WEIGHT, SIGN_ACCURACY = 8.0, 0.8
 """Signs weigh more in the loss as soon as so many names and digits are right. Without the weight, signs are learned
 last: a sign is one bit a line, and either one makes sense. With the weight from the beginning, names and digits are not
 learned."""
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Of the package's model, which all reasoners share."""
 MULTIPLIES_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Whether the CPU multiplies bfloat16. Other CPUs convert every number, which takes longer than float32."""
 
@@ -156,6 +160,16 @@ def train(model: Reasoner, total: int, seed: int) -> dict:
             state = {"reach": curriculum.reach, "sign weight": curriculum.sign_weight}
             print(json.dumps(numbers | state | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)
     return numbers
+
+
+def save_checkpoint(model: Reasoner, out: Path) -> None:
+    """Write config, float32 weights and tokenizer as transformers' Qwen3ForCausalLM and AutoTokenizer read them."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if not (out / name).exists() or not (out / name).samefile(DEFAULT_MODEL / name):
+            shutil.copyfile(DEFAULT_MODEL / name, out / name)
+    weights = {f"model.{name}": p.detach().float().contiguous() for name, p in model.named_parameters()}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Vectors of a quantized cache: where one lies, and its two directions. docs/kv-cache-dtypes.md has the formulas.
+"""Vectors of a quantized cache: where one lies, and its two directions. kvcache/quantize.py has the formulas.
 
 The dtype of keys, or of values, in a cache tells their format, as in `kvllm.kvcache.quantize`. A vector is codes and a
 word of 32 bits that holds its scale; the bytes of one head in one block are the codes of all its vectors, then their

@@ -13,7 +13,7 @@ from kvllm.quantized_vectors import SCALE_BYTES
 class VectorFormat:
     """A key or a value of one token and one head as codes of `bits` bits, with a scale of its own.
 
-    docs/kv-cache-dtypes.md has the formula of each name. rotated: codes are those of the vector times a Hadamard matrix
+    quantize.py has the formula of each name. rotated: codes are those of the vector times a Hadamard matrix
     (`kvllm.kvcache.hadamard`), which exists for a power of two of channels.
     """
 

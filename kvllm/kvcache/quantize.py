@@ -1,7 +1,15 @@
-"""Quantization of keys and values, in plain torch: docs/kv-cache-dtypes.md has the formulas.
+"""Quantization of keys and values, in plain torch.
 
-A vector is `[..., head_dim]`. It becomes codes, uint8 `[..., code_bytes]`, and a word of 32 bits, int32 `[..., 1]`,
-that holds its scale. All arithmetic is in float32, whatever the dtype of the vector.
+A vector x is `[..., head_dim]`. It becomes codes, uint8 `[..., code_bytes]`, and a word of 32 bits, int32 `[..., 1]`,
+that holds its scale s. All arithmetic is in float32, whatever the dtype of the vector; ties round to even. With
+m = max(max |x|, 1e-8):
+
+- `int8`: s = m / 127, codes clip(round(x / s), -127, 127); `int6`: the same with 31, plus 32.
+- `fp8_e4m3`: s = m / 448, codes are x / s as the nearest float8.
+- `int4`: z = min x, s = (max x - min x) / 15 or 1 if that is 0, both in bfloat16; codes clip(round((x - z) / s), 0,
+  15), read as code * s + z. Two share a byte, the even channel in the low bits.
+
+Of codes of 6 bits, the low 4 of all come first, then the high 2, four to a byte. With a Hadamard matrix, x is rotated.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _places(attends: Sequence[bool]) -> list[int]:
 
 MakeAttention = Callable[[ModelConfig, Shard, torch.dtype, torch.device, torch.Tensor], SelfAttention]
 MakeRecurrent = Callable[[ModelConfig, Shard, torch.dtype, torch.device], TokenMixer]
-MakeMLP = Callable[[int, ModelConfig, Shard, torch.dtype, torch.device], MLP]
+MakeMLP = Callable[[ModelConfig, Shard, torch.dtype, torch.device], MLP]
 MakeLayer = Callable[[ModelConfig, TokenMixer, MLP, torch.dtype, torch.device], DecoderLayer]
 
 
@@ -208,7 +208,8 @@ def build_decoder(
     *,
     make_attention: MakeAttention = SelfAttention,
     make_recurrent: MakeRecurrent | None = None,
-    make_mlp: MakeMLP | None = None,
+    make_mlp: MakeMLP = GatedMLP,
+    make_expert_mlp: MakeMLP = GatedMLP,
     make_layer: MakeLayer = DecoderLayer,
     final_norm_name: str = "norm",
 ) -> Decoder:
@@ -216,7 +217,7 @@ def build_decoder(
 
     dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
     make_attention: called for each layer with attention. make_recurrent: for each of the others.
-    make_mlp: called with a layer's index; GatedMLP by default.
+    make_mlp: called for each layer without experts. make_expert_mlp: for each of the others.
     make_layer: called for each layer. final_norm_name: in the checkpoint.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
@@ -234,10 +235,11 @@ def build_decoder(
     if config.recurrent is not None and make_recurrent is not None:
         for index in config.recurrent.indices:
             mixers.insert(index, make_recurrent(*arguments))
-    layers = [
-        make_layer(config, mixer, make_mlp(index, *arguments) if make_mlp else GatedMLP(*arguments), dtype, device)
-        for index, mixer in enumerate(mixers)
-    ]
+    layers = []
+    for index, mixer in enumerate(mixers):
+        has_experts = config.experts is not None and index not in config.experts.dense_layers
+        mlp = (make_expert_mlp if has_experts else make_mlp)(*arguments)
+        layers.append(make_layer(config, mixer, mlp, dtype, device))
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
     tied = config.tie_word_embeddings or not config.generates
     return Decoder(embedding, layers, final_norm, LMHead(embedding, tied, shard), config, final_norm_name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.experts import make_mlp
 from kvllm.models.glm4_moe import Glm4MoeMLP, read_experts
 from kvllm.models.latent_attention import LatentAttention, LatentKeys
 
@@ -28,6 +27,6 @@ FAMILY = Family(
     model_type="deepseek_v3",
     keys=DeepseekV3Keys,
     read=read,
-    build=partial(build_decoder, make_attention=LatentAttention, make_mlp=partial(make_mlp, kind=Glm4MoeMLP)),
+    build=partial(build_decoder, make_attention=LatentAttention, make_expert_mlp=Glm4MoeMLP),
     extra_layers=True,
 )

@@ -17,7 +17,7 @@ from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import silu_mul
 from kvllm.models.layers import Weight, row_part
 from kvllm.models.mixture import Experts
-from kvllm.models.parts import MLP, GatedMLP
+from kvllm.models.parts import GatedMLP
 from kvllm.models.quantize import TILE
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split
@@ -208,21 +208,6 @@ class SharedExpertMLP(ExpertsMLP):
     def forward_shared(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks: what that MLP adds."""
         return self.shared.forward(x)
-
-
-def make_mlp(
-    layer: int,
-    config: ModelConfig,
-    shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    kind: type[ExpertsMLP] = ExpertsMLP,
-) -> MLP:
-    """The MLP of a layer: experts of a kind, or one for all tokens."""
-    assert config.experts is not None
-    make = GatedMLP if layer in config.experts.dense_layers else kind
-    return make(config, shard, dtype, device)
 
 
 def whole_matrix(weight: LinearWeight) -> Weight:

@@ -256,7 +256,7 @@ class ParallelMixer(SelfAttention):
 class FalconH1MLP(GatedMLP):
     """A gated MLP with multipliers of the gate and the result."""
 
-    def __init__(self, layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, shard, dtype, device, name="feed_forward")
         assert config.mamba is not None
         self.multipliers = config.mamba.mlp_gate, config.mamba.mlp_down

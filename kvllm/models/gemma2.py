@@ -14,7 +14,6 @@ from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
 from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, TokenMixer
 from kvllm.models.windows import has_effect, named_layers
-from kvllm.parallel import Shard
 
 GELU = "gelu_pytorch_tanh"
 
@@ -94,10 +93,6 @@ def read(keys: Gemma2Keys) -> dict[str, Any]:
     return read_gemma(keys, [i % 2 == 0 for i in range(keys.num_hidden_layers)])
 
 
-def make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
-    return GatedMLP(config, shard, dtype, device, gelu=True)
-
-
-build = partial(build_decoder, make_mlp=make_mlp, make_layer=GemmaLayer)
+build = partial(build_decoder, make_mlp=partial(GatedMLP, gelu=True), make_layer=GemmaLayer)
 
 FAMILY = Family(model_type="gemma2", keys=Gemma2Keys, read=read, build=build, hidden_act=GELU)

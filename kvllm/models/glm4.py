@@ -9,10 +9,9 @@ import msgspec
 import torch
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ConfigKeys, ModelConfig
+from kvllm.models.config import ConfigKeys
 from kvllm.models.gemma2 import GemmaLayer
 from kvllm.models.parts import GatedMLP
-from kvllm.parallel import Shard
 
 
 class Glm4Keys(ConfigKeys, kw_only=True):
@@ -43,13 +42,9 @@ def read(keys: Glm4Keys) -> dict[str, Any]:
     return {"qkv_bias": keys.attention_bias}
 
 
-def _make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
-    return GatedMLP(config, shard, dtype, device, fused="gate_up_proj")
-
-
 FAMILY = Family(
     model_type="glm4",
     keys=Glm4Keys,
     read=read,
-    build=partial(build_decoder, make_mlp=_make_mlp, make_layer=Glm4Layer),
+    build=partial(build_decoder, make_mlp=partial(GatedMLP, fused="gate_up_proj"), make_layer=Glm4Layer),
 )

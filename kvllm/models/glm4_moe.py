@@ -11,7 +11,7 @@ import torch
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig, refuse
-from kvllm.models.experts import SharedExpertMLP, choose_with_bias, make_mlp
+from kvllm.models.experts import SharedExpertMLP, choose_with_bias
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import Experts, make_experts
 from kvllm.models.weights import LinearWeight
@@ -109,6 +109,6 @@ FAMILY = Family(
     model_type="glm4_moe",
     keys=Glm4MoeKeys,
     read=read,
-    build=partial(build_decoder, make_mlp=partial(make_mlp, kind=Glm4MoeMLP)),
+    build=partial(build_decoder, make_expert_mlp=Glm4MoeMLP),
     extra_layers=True,
 )

@@ -9,7 +9,6 @@ from msgspec import structs
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import refuse
-from kvllm.models.experts import make_mlp
 from kvllm.models.glm4_moe import Glm4MoeMLP, read_experts
 from kvllm.models.latent_attention import LatentAttention, LatentKeys
 
@@ -44,6 +43,6 @@ FAMILY = Family(
     model_type="glm4_moe_lite",
     keys=Glm4MoeLiteKeys,
     read=read,
-    build=partial(build_decoder, make_attention=LatentAttention, make_mlp=partial(make_mlp, kind=Glm4MoeMLP)),
+    build=partial(build_decoder, make_attention=LatentAttention, make_expert_mlp=Glm4MoeMLP),
     extra_layers=True,
 )

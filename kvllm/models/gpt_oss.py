@@ -13,7 +13,7 @@ from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices, ExpertVectors
-from kvllm.models.experts import ExpertsMLP, GroupedLinear, make_mlp, whole_matrix
+from kvllm.models.experts import ExpertsMLP, GroupedLinear, whole_matrix
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import make_experts
 from kvllm.models.parts import SelfAttention
@@ -141,5 +141,5 @@ FAMILY = Family(
     model_type="gpt_oss",
     keys=GptOssKeys,
     read=read,
-    build=partial(build_decoder, make_attention=GptOssAttention, make_mlp=partial(make_mlp, kind=GptOssMLP)),
+    build=partial(build_decoder, make_attention=GptOssAttention, make_expert_mlp=GptOssMLP),
 )

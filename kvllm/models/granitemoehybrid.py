@@ -5,15 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ModelConfig, refuse
+from kvllm.models.config import refuse
 from kvllm.models.granite import GraniteKeys
 from kvllm.models.granite import read as read_granite
 from kvllm.models.parts import GatedMLP
 from kvllm.models.rope import NO_ROPE
-from kvllm.parallel import Shard
 
 
 class GraniteMoeHybridKeys(GraniteKeys, kw_only=True):
@@ -33,13 +30,11 @@ def read(keys: GraniteMoeHybridKeys) -> dict[str, Any]:
     return fields if keys.position_embedding_type == "rope" else {**fields, "rope": NO_ROPE}
 
 
-def _make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
-    return GatedMLP(config, shard, dtype, device, name="shared_mlp", fused="input_linear", down="output_linear")
-
+make_mlp = partial(GatedMLP, name="shared_mlp", fused="input_linear", down="output_linear")
 
 FAMILY = Family(
     model_type="granitemoehybrid",
     keys=GraniteMoeHybridKeys,
     read=read,
-    build=partial(build_decoder, make_mlp=_make_mlp),
+    build=partial(build_decoder, make_mlp=make_mlp),
 )

@@ -130,15 +130,11 @@ class Lfm2Layer(DecoderLayer):
         return {"operator_norm": self.input_norm, "ffn_norm": self.post_attention_norm}
 
 
-def make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> GatedMLP:
-    return GatedMLP(config, shard, dtype, device, name="feed_forward", names=("w1", "w3"), down="w2")
-
-
 build = partial(
     build_decoder,
     make_attention=Lfm2Attention,
     make_recurrent=ShortConvolution,
-    make_mlp=make_mlp,
+    make_mlp=partial(GatedMLP, name="feed_forward", names=("w1", "w3"), down="w2"),
     make_layer=Lfm2Layer,
     final_norm_name="embedding_norm",
 )

@@ -12,9 +12,8 @@ from kvllm.models.base import Family
 from kvllm.models.config import ModelConfig, refuse
 from kvllm.models.experts import ExpertsMLP, choose_with_bias
 from kvllm.models.layers import Weight, whole
-from kvllm.models.lfm2 import Lfm2BaseKeys, build, make_mlp, read_layers
+from kvllm.models.lfm2 import Lfm2BaseKeys, build, read_layers
 from kvllm.models.mixture import make_experts
-from kvllm.models.parts import MLP
 from kvllm.parallel import Shard
 
 
@@ -61,11 +60,4 @@ def read(keys: Lfm2MoeKeys) -> dict[str, Any]:
     return {**read_layers(keys, keys.layer_types), "experts": experts}
 
 
-def _make_mlp(layer: int, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> MLP:
-    assert config.experts is not None
-    if layer in config.experts.dense_layers:
-        return make_mlp(layer, config, shard, dtype, device)
-    return Lfm2Experts(config, shard, dtype, device)
-
-
-FAMILY = Family(model_type="lfm2_moe", keys=Lfm2MoeKeys, read=read, build=partial(build, make_mlp=_make_mlp))
+FAMILY = Family(model_type="lfm2_moe", keys=Lfm2MoeKeys, read=read, build=partial(build, make_expert_mlp=Lfm2Experts))

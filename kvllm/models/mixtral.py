@@ -7,7 +7,7 @@ from typing import Any
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys
-from kvllm.models.experts import ExpertsMLP, make_mlp
+from kvllm.models.experts import ExpertsMLP
 from kvllm.models.mixture import make_experts
 from kvllm.models.windows import sliding_layers
 
@@ -39,5 +39,5 @@ FAMILY = Family(
     model_type="mixtral",
     keys=MixtralKeys,
     read=read,
-    build=partial(build_decoder, make_mlp=partial(make_mlp, kind=MixtralMLP)),
+    build=partial(build_decoder, make_expert_mlp=MixtralMLP),
 )

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.qwen3_5 import GatedAttention, GatedDeltaNet
-from kvllm.models.qwen3_next import Qwen3NextKeys, make_mlp, read
+from kvllm.models.qwen3_next import GatedSharedExpertMLP, Qwen3NextKeys, read
 
 
 class Qwen35MoeKeys(Qwen3NextKeys, kw_only=True):
@@ -19,6 +19,8 @@ FAMILY = Family(
     model_type="qwen3_5_moe_text",
     keys=Qwen35MoeKeys,
     read=read,
-    build=partial(build_decoder, make_attention=GatedAttention, make_recurrent=GatedDeltaNet, make_mlp=make_mlp),
+    build=partial(
+        build_decoder, make_attention=GatedAttention, make_recurrent=GatedDeltaNet, make_expert_mlp=GatedSharedExpertMLP
+    ),
     extra_layers=True,
 )

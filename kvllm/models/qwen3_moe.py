@@ -8,7 +8,7 @@ from typing import Any
 from kvllm.errors import CheckpointError
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys
-from kvllm.models.experts import make_mlp
+from kvllm.models.experts import ExpertsMLP
 from kvllm.models.mixture import make_experts
 from kvllm.models.windows import sliding_layers
 
@@ -61,4 +61,6 @@ def dense_layers(num_layers: int, step: int, dense: list[int] | None) -> tuple[i
     return tuple(i for i in range(num_layers) if i in (dense or ()) or (i + 1) % step)
 
 
-FAMILY = Family(model_type="qwen3_moe", keys=Qwen3MoeKeys, read=read, build=partial(build_decoder, make_mlp=make_mlp))
+FAMILY = Family(
+    model_type="qwen3_moe", keys=Qwen3MoeKeys, read=read, build=partial(build_decoder, make_expert_mlp=ExpertsMLP)
+)

@@ -10,7 +10,6 @@ import torch
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.experts import SharedExpertMLP, whole_matrix
-from kvllm.models.experts import make_mlp as make_experts_mlp
 from kvllm.models.layers import Weight
 from kvllm.models.mixture import make_experts
 from kvllm.models.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35Keys
@@ -63,9 +62,6 @@ class GatedSharedExpertMLP(SharedExpertMLP):
         return self.shared_gate.multiply(x).sigmoid() * super().forward_shared(x)
 
 
-make_mlp = partial(make_experts_mlp, kind=GatedSharedExpertMLP)
-
-
 class InTurnsDeltaNet(GatedDeltaNet):
     """Gated DeltaNet of a checkpoint that has, for each key head in turn, its query, its key, and the values and gates
     of its value heads in one tensor, and their strengths and decays in another."""
@@ -102,6 +98,11 @@ FAMILY = Family(
     model_type="qwen3_next",
     keys=Qwen3NextKeys,
     read=read,
-    build=partial(build_decoder, make_attention=GatedAttention, make_recurrent=InTurnsDeltaNet, make_mlp=make_mlp),
+    build=partial(
+        build_decoder,
+        make_attention=GatedAttention,
+        make_recurrent=InTurnsDeltaNet,
+        make_expert_mlp=GatedSharedExpertMLP,
+    ),
     extra_layers=True,
 )

@@ -79,11 +79,7 @@ def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:
     assert figure_5.recent_of("h2o", [150], [100]) == 32
 
 
-def test_differences_are_paired() -> None:
-    first, second = [True] * 8 + [False] * 2, [True] * 2 + [False] * 6 + [True, False]
-    average, _, p_value = figure_5.paired_difference(first, second)
-    assert average == pytest.approx(0.5)
-    assert p_value == pytest.approx(2 * (1 + 7) / 2**7)  # one loss in seven that differ
+def test_intervals_are_wilson_s() -> None:
     low, high = figure_5.interval(10, 10)
     assert (low, high) == (pytest.approx(10 / (10 + 1.959964**2)), 1)
 

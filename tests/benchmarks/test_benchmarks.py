@@ -19,17 +19,12 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 
-PNG = b"\x89PNG"
 KARA = "kara:period=4,window_blocks=3,retain_blocks=1,buffer=4,chunk_budget=2"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+tiny = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 # Workloads
@@ -203,7 +198,6 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys, monkeypatch):
 
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "demo.json").read_text())
-    assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
     problem_set = demo.ProblemSet(6, 16, seed=1)
     assert problem_set.problems[0].working.splitlines()[-1] in printed
     full, compressed = content["runs"].values()

@@ -21,15 +21,10 @@ from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
 from kvllm import LLM, SamplingParams
 from kvllm.errors import KvLLMError
 from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.waiting import wait_until
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+tiny = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 def make_run(rate, first_tokens=(1, 2)):

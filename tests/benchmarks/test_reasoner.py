@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.reasoner import recall, train
-from benchmarks.reasoner.evaluate import Transformers, answer_with_engine, held_out
 from benchmarks.reasoner.model import Reasoner
-from benchmarks.reasoner.problems import grade
+from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.programs import KEPT, MAX_LINES, NUM_INPUTS, RECENT
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, SYMBOLS, TOKEN_IDS, VOCABULARY, encode
+from kvllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "kvllm" / "assets" / "reasoner"
@@ -203,6 +203,22 @@ def test_checkpoint_is_small() -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 25_000_000
 
 
+def held_out(task: str, size: int, count: int) -> list[Problem]:
+    """Problems that training never draws."""
+    rng = random.Random(f"held out/{task}/{size}")
+    return [make_problem(rng, size, task) for _ in range(count)]
+
+
+def most_tokens(problems: list[Problem]) -> int:
+    return max(len(encode(problem.working)) for problem in problems) + 16
+
+
+def answer_with_engine(checkpoint: Path, problems: list[Problem]) -> list[str]:
+    llm = LLM(checkpoint, dtype="float32", block_size=16, num_gpu_blocks_override=257)
+    params = SamplingParams(temperature=0, max_tokens=most_tokens(problems))
+    return [output.outputs[0].text for output in llm.generate([p.prompt for p in problems], params, use_tqdm=False)]
+
+
 @pytest.mark.long
 def test_transformers_solves_new_problems_greedily_and_stops() -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -219,8 +235,12 @@ def test_transformers_solves_new_problems_greedily_and_stops() -> None:
     ("task", "size"), [pytest.param("program", 10, marks=pytest.mark.long), ("addition", 8), ("needle", 20)]
 )
 def test_the_engine_writes_what_transformers_writes(task: str, size: int) -> None:
-    problems = held_out(task, size, 3)
-    texts = Transformers(CHECKPOINT).answer(problems)
+    problems, tokenizer = held_out(task, size, 3), AutoTokenizer.from_pretrained(CHECKPOINT)
+    batch = tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    with torch.inference_mode():
+        output = model.generate(**batch, max_new_tokens=most_tokens(problems), do_sample=False)
+    texts = tokenizer.batch_decode(output[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
     assert answer_with_engine(CHECKPOINT, problems) == texts
     assert sum(grade(problem, text)[0] for problem, text in zip(problems, texts, strict=True)) >= 2
 

@@ -9,27 +9,23 @@ from statistics import mean, median
 
 import msgspec
 import pytest
-import torch
 
 from benchmarks.common import workloads
 from benchmarks.common.jobs import Job, run
 from benchmarks.common.measurement import measure
 from benchmarks.paper import figure_2, tables_2_3
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.core.protocol import KeptPairs
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import KvLLMError
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 
 PNG = b"\x89PNG"
 COUNTS = ("steps", "mean_concurrency", "preemptions", "tokens_recomputed", "windows_compressed", "blocks_released")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+tiny = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 def arguments_of(tiny, tmp_path, *more):
@@ -138,61 +134,12 @@ def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
 
 # Figure 2
 
-WINDOW = {"policy": "periodic", "period": 4, "buffer": 2, "chunk_budget": 2}
-CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buffer": 2}
-RECENT = CUT | {"query_window": 2}
 
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        paper_compression(method="kara", retain_tokens=9, **WINDOW),
-        paper_compression(method="kara", **WINDOW),
-        paper_compression(method="snapkv", **RECENT),
-        paper_compression(method="adakv", **RECENT),
-        paper_compression(method="sliding_window", **CUT | {"budget_tokens": 24}),
-    ],
-    ids=lambda config: f"{config.method}-{config.policy.name}",
-)
-def test_tracked_positions_are_those_of_the_cached_keys(tiny, config):
-    """In the first layer a key is a function of its token and position alone: look it up in an uncompressed cache."""
-    llm = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=256, compression=config)
-    llm.llm_engine.executor = tracker = figure_2.PositionTracker(llm.llm_engine.executor)
-    rng = random.Random(0)
-    prompts = [rng.choices(range(256), k=length) for length in (13, 30)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), use_tqdm=False)
-
-    for seq_id, output in enumerate(outputs):
-        text = (output.prompt_token_ids + output.outputs[0].token_ids)[:-1]
-        assert tracker.length(seq_id) == len(text) and tracker.events[seq_id] >= 2
-        positions = tracker.positions[seq_id]
-        keys = keys_of(llm, seq_id, layer=0)
-        assert positions.shape == (3, 2, keys.shape[1])
-        full = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=256)
-        full.generate([text], SamplingParams(max_tokens=1), use_tqdm=False)
-        expected = keys_of(full, 0, layer=0)
-        for head in range(2):
-            real = positions[0, head] != figure_2.HOLE
-            torch.testing.assert_close(keys[head, real], expected[head, positions[0, head][real]])
-        for row in positions.flatten(0, 1):
-            kept = row[row != figure_2.HOLE]
-            assert (kept.diff() > 0).all()
-
-
-def keys_of(llm, seq_id, layer):
-    """Keys of a sequence that ended last, `[kv_heads, entries, head_dim]`: the worker is told with the next plan."""
-    runner = llm.llm_engine.executor.runner
-    state = runner.states[seq_id]
-    (tables,), slot = runner.tables.parts, state.table_slot
-    table = torch.from_numpy(tables.table[[slot], : tables.num_blocks[slot]])
-    return runner.operations.gather_keys([layer], table, state.cached_length)[0]
-
-
-def test_survivors_are_counted_by_region():
-    positions = torch.tensor([[[0, 1, 4, 9], [7, 8, 9, figure_2.HOLE]]])
-    counts, sizes = figure_2.survivors_of_regions(positions, length=10, regions=3)
-    assert sizes.tolist() == [3, 3, 4]
-    assert counts.tolist() == [[[2, 1, 1], [0, 0, 3]]]
+def test_what_is_left_after_two_compressions():
+    first = KeptPairs(0, 0, 4, [0, 1], [[b"\x05"], [b"\x0f"]])
+    second = KeptPairs(0, 2, 5, [1], [[b"\x02"]])
+    left = figure_2.left_of([first, second], (2, 1, 6))
+    assert left.int().tolist() == [[[1, 0, 1, 0, 1, 1]], [[1, 1, 0, 1, 0, 1]]]
 
 
 def test_figure_2_shows_what_each_method_forgets(tiny, tmp_path, capsys):

@@ -14,7 +14,7 @@ from kvllm.calibration.layer_losses import SHARES, Sums, Windows, losses, measur
 from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.comparison.texts import Text
 from kvllm.config import LayerGroup
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 
 WINDOW, BUFFER, PROMPT = 28, 8, 7
@@ -22,11 +22,7 @@ WINDOWS = Windows(WINDOW, BUFFER)
 NUM_LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("layer_losses")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 def random_texts(lengths: list[int]) -> list[Text]:

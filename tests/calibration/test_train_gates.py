@@ -31,7 +31,7 @@ from kvllm.compression.gates import Gates, gate_logits, gates_file
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.entrypoints import cli
 from kvllm.tokenizer import load_tokenizer
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
@@ -40,11 +40,7 @@ LENGTH, PROMPT, DELAY, TARGET = 40, 5, 6, 0.3
 METHODS = ("dms", "trimkv")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from kvllm.compression.linear_fit import FORGET, RIDGE, LinearFit
 from kvllm.compression.methods import kara_sharp, keydiff, linear_scorer
 from kvllm.worker.features.linear_fits import LinearFits
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.features import feature_of
@@ -148,11 +148,7 @@ def test_a_feature_that_never_varies_counts_nothing() -> None:
 # In the engine
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(

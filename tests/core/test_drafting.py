@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvllm.config import EngineConfig, SpeculativeConfig
+from kvllm.core.drafting import suffix
 from kvllm.core.drafting.index import MOST_PLACES, RunIndex
 from kvllm.core.drafting.ngram import NgramDrafter
 from kvllm.core.drafting.step_cost import StepCost, measure_steps
-from kvllm.core.drafting.suffix import MOST_TOKENS, SuffixDrafter
+from kvllm.core.drafting.suffix import SuffixDrafter
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.sequence import Sequence, ServiceClass
@@ -86,16 +87,17 @@ def test_outputs_of_an_equal_salt_are_seen() -> None:
     assert not drafter.propose(sequence([9, 1, 2], 3, salt="a"), 2).token_ids, "a prompt is not remembered"
 
 
-def test_old_outputs_are_forgotten() -> None:
+def test_old_outputs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MOST_TOKENS", most := 100)
     drafter = SuffixDrafter()
     for seq_id in range(4):
-        seq = sequence([0, *(1000 * seq_id + i for i in range(MOST_TOKENS // 2 + 1))], seq_id)
+        seq = sequence([0, *(1000 * seq_id + i for i in range(most // 2 + 1))], seq_id)
         drafter.propose(seq, 1)
         drafter.finish(seq)
-    seq = sequence([0, *(1000 * 9 + i for i in range(MOST_TOKENS + 9))], 9)
+    seq = sequence([0, *(1000 * 9 + i for i in range(most + 9))], 9)
     drafter.propose(seq, 1)
     drafter.finish(seq)
-    assert sum(len(index.token_ids) for index in drafter._outputs[None, None]) <= 3 * MOST_TOKENS
+    assert sum(len(index.token_ids) for index in drafter._outputs[None, None]) <= 3 * most
     assert len(drafter._outputs[None, None]) <= 2 and not drafter._own
 
 

@@ -15,7 +15,7 @@ from kvllm.core.protocol import StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.engine_args import DEFAULT_MODEL
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import NEW_TOKENS, assert_greedy, greedy, make_llm, random_prompts, tokens
 
@@ -33,11 +33,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3-alone")
-    make_checkpoint(path, "qwen3", **FAMILIES["qwen3"])
-    return path
+qwen3 = checkpoint_fixture("qwen3", **FAMILIES["qwen3"])
 
 
 @pytest.fixture(scope="module")

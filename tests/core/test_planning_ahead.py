@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.protocol import StepPlan, encode
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 
@@ -40,11 +40,7 @@ Engines = tuple[LLMEngine, LLMEngine]
 """One that waits, and one that plans ahead."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ahead")
-    make_checkpoint(path, "qwen3", head_dim=16, vocab_size=VOCAB, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16, vocab_size=VOCAB, num_hidden_layers=2)
 
 
 def make_engines(checkpoint: Path, **options: Any) -> Engines:

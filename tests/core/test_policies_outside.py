@@ -16,7 +16,7 @@ from tests.helpers.processes import ROOT
 
 BLOCK = re.compile(r"```python\n(.*?class LongPolicy.*?)```", re.DOTALL)
 POLICY = BLOCK.findall((ROOT / "docs" / "add-a-method.md").read_text().rpartition("## A policy")[2])[0]
-ENGINE = """
+SCRIPT = """
 import msgspec
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.entrypoints.engine_flags import parse_compression
@@ -34,8 +34,7 @@ try:
     CompressionConfig(**flat, period=3)
 except Exception as error:
     print(repr(error))
-"""
-SIMULATION = """
+
 from kvllm.entrypoints import cli
 command = ["simulate", sys.argv[1], "--hardware", "cpu", "--workload", sys.argv[2], "--block-size", "4"]
 command += ["--num-blocks", "200", "--compression", "method=keydiff,policy=long,window_blocks=2,buffer=2,least="]
@@ -44,23 +43,17 @@ for least in ("60", "109"):
 """
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    make_checkpoint(tmp_path / "model", "llama")
-    return str(tmp_path / "model")
-
-
-def test_a_policy_of_an_installed_package(tmp_path: Path, checkpoint: str) -> None:
-    found = run_with_package(tmp_path / "package", "kvllm.policies", POLICY, ENGINE, checkpoint)
+def test_a_policy_of_an_installed_package(tmp_path: Path) -> None:
+    """In an engine, and simulated."""
+    make_checkpoint(checkpoint := tmp_path / "model", "llama")
+    workload = tmp_path / "workload.json"
+    workload.write_text(json.dumps({"num_requests": 4, "input_len": 8, "output_len": 100}))
+    arguments = (tmp_path / "package", "kvllm.policies", POLICY, SCRIPT, str(checkpoint), str(workload))
+    found = run_with_package(*arguments)
     most, fewer = (int(line.split()[1]) for line in found.stdout.splitlines() if line.startswith("compressed"))
     assert most == 2 and fewer == 0, found.stderr  # at 30 tokens, and when the next window is full
     assert "policy='long' has window_blocks, retain_blocks, retain_tokens, compress_prompt, least; " in found.stdout
 
-
-def test_a_policy_of_an_installed_package_is_simulated(tmp_path: Path, checkpoint: str) -> None:
-    workload = tmp_path / "workload.json"
-    workload.write_text(json.dumps({"num_requests": 4, "input_len": 8, "output_len": 100}))
-    found = run_with_package(tmp_path / "package", "kvllm.policies", POLICY, SIMULATION, checkpoint, str(workload))
     rows = [line.split() for line in found.stdout.splitlines() if line.startswith("windows compressed")]
     assert [int(row[2]) for row in rows] == [0, 0], found.stderr
     assert int(rows[0][3]) > 0 == int(rows[1][3])  # no request becomes as long as 109 tokens

@@ -8,17 +8,13 @@ import pytest
 from msgspec.structs import force_setattr
 
 from kvllm import LLM, RequestOutput, SamplingParams
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 
 VOCAB = 16
 GOOD = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("small")
-    make_checkpoint(path, "llama", vocab_size=VOCAB)
-    return path
+checkpoint = checkpoint_fixture("llama", vocab_size=VOCAB)
 
 
 def serve_beside_a_broken_one(llm: LLM) -> tuple[list[RequestOutput], RequestOutput]:

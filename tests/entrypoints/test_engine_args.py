@@ -13,7 +13,7 @@ import pytest
 
 from kvllm import LLM, ConfigError
 from kvllm.engine_args import EngineArgs
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 
 OPTIONS = [field.name for field in fields(EngineArgs)]
 WRONG_TYPE: dict[str, Any] = {
@@ -26,11 +26,7 @@ WRONG_TYPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint(path, "llama", num_hidden_layers=1)
-    return path
+path = checkpoint_fixture("llama", num_hidden_layers=1)
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvllm import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, TenantConfig
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint(path, "llama")
-    return path
+path = checkpoint_fixture("llama")
 
 
 @pytest.fixture(scope="module")

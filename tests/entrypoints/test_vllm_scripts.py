@@ -71,8 +71,8 @@ def token_ids(outputs: list[kvllm.RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_the_page_has_every_option() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+def test_the_pages_have_every_option() -> None:
+    page = "".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in ("vllm.md", "options.md"))
     names = [*REFUSED, *(field.name for field in fields(EngineArgs))]
     for kind in (SamplingParams, BeamSearchParams, StructuredOutputsParams, PoolingParams):
         names += [*kind.REFUSED, *kind.__struct_fields__]

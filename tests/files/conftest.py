@@ -10,16 +10,11 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.hub import Hub, reachable_hub
 
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama in several shards."""
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint(path, "llama", sharded=True)
-    return path
+checkpoint = checkpoint_fixture("llama", sharded=True)
+"""A small Llama in several shards."""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvllm.entrypoints import cli
 from kvllm.lora.request import LoRARequest
 from kvllm.serving.adapters import open_modules
 from tests.helpers.adapters import make_adapter
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.engines import greedy
 from tests.helpers.hub import Hub
 
@@ -22,11 +22,7 @@ NOT_READ = {"README.md": b"text", "adapter_model.bin": b"a second copy", "checkp
 READ = {"adapter_config.json", "adapter_model.safetensors"}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    make_checkpoint(path, "llama", num_hidden_layers=1)
-    return path
+base = checkpoint_fixture("llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +69,23 @@ def make_checkpoint(
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
     return model
+
+
+def checkpoint_fixture(family: str, *, method_files: bool = False, **options: Any) -> Any:
+    """A fixture: the directory of a checkpoint as `make_checkpoint` writes it, which tests leave as it is.
+
+    method_files: with those of `add_method_files`.
+    """
+
+    @pytest.fixture(scope="session")
+    def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        make_checkpoint(path, family, **options)
+        if method_files:
+            add_method_files(path)
+        return path
+
+    return checkpoint
 
 
 def add_method_files(path: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
-from kvllm.core.executor import BlockingExecutor
 from kvllm.core.policies import Standalone, Threshold
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.worker.features.attention_mass import AttentionMass
@@ -26,8 +25,8 @@ from kvllm.worker.repetition import pieces
 from tests.helpers.compressions import fitting
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.features import feature_of
-from tests.helpers.plans import Scheduled, scheduled_in
-from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
+from tests.helpers.plans import scheduled_in
+from tests.helpers.recorder import Accounts, assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
 from tests.helpers.transformers_decoder import TransformersDecoder
 
 MAX_MODEL_LEN = 200
@@ -62,6 +61,12 @@ class Text:
     resumed: bool
     logits: dict[int, Tensor] = field(default_factory=dict)
     num_events: int = 0
+
+    def see(self, position: int) -> None:
+        """A token is computed: its KV pair lies behind the others, and it attends all of them."""
+        own = torch.full((*self.layout.shape[:2], 1), position)
+        self.layout = torch.cat((self.layout, own), dim=-1)
+        self.visible[..., position, :] = positions_of(self.layout, self.visible.shape[-1])
 
 
 @dataclass
@@ -122,33 +127,21 @@ class MassRecord:
     mass: Tensor
 
 
-class Recorder(BlockingExecutor):
+class Recorder(Accounts):
     """Runs plans on the real worker, and checks that a compression moves survivors bit for bit, and nothing else."""
 
     def __init__(self, llm: LLM) -> None:
-        self.inline = llm.llm_engine.executor
-        self.runner = self.inline.runner
-        self.config = llm.config
-        self.alive: dict[int, Text] = {}
-        self.suspended: dict[int, Text] = {}
-        self.texts: list[Text] = []
+        super().__init__(llm.llm_engine.executor, llm.config)
         self.events: list[Event] = []
         self.masses: list[MassRecord] = []
         self.released = 0
         self._selections: list[tuple[Tensor | None, Tensor, dict[str, Any]]] = []
         self._held: dict[int, list] = {}  # by sequence, of windows that are compressed later
-        self._logits: list[Tensor] = []
-        self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
         selector = self.runner.compressor.selector
         self._scored: list[tuple[Tensor, dict[str, Any]]] = []  # of each layer that waits for a choice
         self._select, selector.select = selector.select, self._record_selection
         self._score, selector.score = selector.score, self._record_score
         self._choose, selector.choose = selector.choose, self._record_choice
-
-    def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
-        logits = self._compute_logits(hidden, **options)
-        self._logits += logits
-        return logits
 
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
         kept = self._select(queries, keys, **options)
@@ -168,17 +161,9 @@ class Recorder(BlockingExecutor):
         self._scored = []
         return kept
 
-    def close(self) -> None:
-        self.inline.close()
-
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], []
-        if plan.reset:
-            self.alive.clear()
-        for seq_id in plan.dropped_seq_ids:
-            text = self.alive.pop(seq_id)
-            if seq_id in plan.suspended:
-                self.suspended[seq_id] = text
+        self._drop(plan)
         before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in self.alive}
         resumed = set(self.suspended)
@@ -219,11 +204,9 @@ class Recorder(BlockingExecutor):
                 self.runner.cache.data[layers, :, table[entries // size], heads, entries % size] = float("nan")
 
     def _start(self, start: SequenceStart) -> None:
-        if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
+        if text := self._resume(start):
             (table,) = start.tables
-            assert text.length == start.logical_length == text.layout.shape[-1] + table.dropped
-            text.tokens = list(start.token_ids)
-            self.alive[start.seq_id] = text
+            assert text.length == text.layout.shape[-1] + table.dropped
             return
         shape, size, hit = self.runner.cache.shape, self.config.max_model_len, start.logical_length
         layout = torch.arange(hit).expand(shape.num_layers, shape.num_kv_heads, hit)
@@ -231,11 +214,6 @@ class Recorder(BlockingExecutor):
         visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
         resumed = len(start.token_ids) > start.prompt_length
         self._add(start.seq_id, Text(list(start.token_ids), hit, layout, visible, resumed))
-
-    def _add(self, seq_id: int, text: Text) -> None:
-        assert seq_id not in self.alive
-        self.alive[seq_id] = text
-        self.texts.append(text)
 
     def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int, list[Any]]]:
         """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, its seed, and fits by
@@ -299,24 +277,6 @@ class Recorder(BlockingExecutor):
         assert len(after) == -(-self.alive[job.seq_id].layout.shape[-1] // self.config.block_size)
         assert block_table_of(self.runner, job.seq_id)[: len(after)] == after
         self.released += len(before) - len(after)
-
-    def _account(self, scheduled: list[Scheduled]) -> None:
-        """Note what each row of the step saw, and the logits of those that were sampled."""
-        logits = iter(self._logits)
-        for item in scheduled:
-            text = self.alive[item.seq_id]
-            text.tokens += item.new_tokens
-            for position in range(text.length, text.length + item.num_tokens):
-                own = torch.full((*text.layout.shape[:2], 1), position)
-                text.layout = torch.cat((text.layout, own), dim=-1)
-                text.visible[..., position, :] = positions_of(text.layout, text.visible.shape[-1])
-            text.length += item.num_tokens
-            if item.samples:
-                text.logits[text.length - 1] = next(logits)
-            for fork in item.forks:
-                child = copy.deepcopy(text)
-                child.logits = {text.length - 1: next(logits)}
-                self._add(fork.seq_id, child)
 
     def _record_mass(self) -> None:
         if not self.config.adds_mass:

@@ -42,6 +42,11 @@ class Text:
     logits: dict[int, Tensor] = field(default_factory=dict)
     num_windows: int = 0
 
+    def see(self, position: int) -> None:
+        """A token is computed: its KV pair is cached, and it attends what is."""
+        self.cached[..., position] = True
+        self.visible[..., position, :] = self.cached
+
 
 @dataclass
 class Event:
@@ -82,35 +87,80 @@ def kv_pairs_in(cache: PagedKVCache, table: list[int], length: int) -> Tensor:
     return cache.data[:, :, torch.tensor(table)[index // size], :, index % size].permute(1, 2, 3, 0, 4)
 
 
-class Recorder(BlockingExecutor):
-    """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
+class Accounts(BlockingExecutor):
+    """Keeps the tokens and logits of each sequence, from its start to its end or preemption, as a text of some kind."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
-        self.runner = runner
-        self.inline = InlineExecutor(runner)
-        self.config = config
-        self.alive: dict[int, Text] = {}
-        self.suspended: dict[int, Text] = {}
-        self.texts: list[Text] = []
-        self.events: list[Event] = []
+    def __init__(self, inline: InlineExecutor, config: EngineConfig) -> None:
+        self.inline, self.runner, self.config = inline, inline.runner, config
+        self.alive: dict[int, Any] = {}
+        self.suspended: dict[int, Any] = {}
+        self.texts: list[Any] = []
         self.hidden: list[Tensor] = []
-        self.parts = runner.compressor.parts
-        self.layers = [layer for part in self.parts for layer in part.layers]
         self._logits: list[Tensor] = []
-        self._selections: dict[int, list[tuple[Tensor | None, Tensor]]] = {}  # by layer: of each window
-        self._held: dict[tuple[int, int], list] = {}  # by sequence and layer, of windows that are compressed later
-        self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
-        selector = runner.compressor.selector
-        self._scored: list[tuple[int, Tensor]] = []  # of each layer that waits for a choice: its queries
-        self._select, selector.select = selector.select, self._record_selection
-        self._score, selector.score = selector.score, self._record_score
-        self._choose, selector.choose = selector.choose, self._record_choice
+        self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
 
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)
         self.hidden += hidden
         self._logits += logits
         return logits
+
+    def close(self) -> None:
+        self.inline.close()
+
+    def _drop(self, plan: StepPlan) -> None:
+        if plan.reset:
+            self.alive.clear()
+        for seq_id in plan.dropped_seq_ids:
+            text = self.alive.pop(seq_id)
+            if seq_id in plan.suspended:
+                self.suspended[seq_id] = text
+
+    def _resume(self, start: SequenceStart) -> Any:
+        """The text of a sequence that comes back from the host as it was, or None."""
+        if text := self.suspended.pop(start.seq_id, None):
+            assert text.length == start.logical_length
+            text.tokens = list(start.token_ids)
+            self.alive[start.seq_id] = text
+        return text
+
+    def _add(self, seq_id: int, text: Any) -> None:
+        assert seq_id not in self.alive
+        self.alive[seq_id] = text
+        self.texts.append(text)
+
+    def _account(self, scheduled: list[Scheduled]) -> None:
+        """Note what each row of the step saw, and the logits of those that were sampled."""
+        logits = iter(self._logits)
+        for item in scheduled:
+            text = self.alive[item.seq_id]
+            text.tokens += item.new_tokens
+            for position in range(text.length, text.length + item.num_tokens):
+                text.see(position)
+            text.length += item.num_tokens
+            if item.samples:
+                text.logits[text.length - 1] = next(logits)
+            for fork in item.forks:
+                child = copy.deepcopy(text)
+                child.logits = {text.length - 1: next(logits)}
+                self._add(fork.seq_id, child)
+
+
+class Recorder(Accounts):
+    """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        super().__init__(InlineExecutor(runner), config)
+        self.events: list[Event] = []
+        self.parts = runner.compressor.parts
+        self.layers = [layer for part in self.parts for layer in part.layers]
+        self._selections: dict[int, list[tuple[Tensor | None, Tensor]]] = {}  # by layer: of each window
+        self._held: dict[tuple[int, int], list] = {}  # by sequence and layer, of windows that are compressed later
+        selector = runner.compressor.selector
+        self._scored: list[tuple[int, Tensor]] = []  # of each layer that waits for a choice: its queries
+        self._select, selector.select = selector.select, self._record_selection
+        self._score, selector.score = selector.score, self._record_score
+        self._choose, selector.choose = selector.choose, self._record_choice
 
     def _record_selection(self, queries: Tensor | None, keys: Keys, layers: Sequence[int], **options: Any) -> Tensor:
         kept = self._select(queries, keys, layers=layers, **options)
@@ -132,17 +182,9 @@ class Recorder(BlockingExecutor):
             self._selections[layer] += zip(queries, of_layer, strict=True)
         return kept
 
-    def close(self) -> None:
-        self.inline.close()
-
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], {layer: [] for layer in self.layers}
-        if plan.reset:
-            self.alive.clear()
-        for seq_id in plan.dropped_seq_ids:
-            text = self.alive.pop(seq_id)
-            if seq_id in plan.suspended:
-                self.suspended[seq_id] = text
+        self._drop(plan)
         before = {seq_id: self._kv_pairs(seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in before}
         for start in plan.new_seqs:
@@ -182,10 +224,7 @@ class Recorder(BlockingExecutor):
         ]
 
     def _start(self, start: SequenceStart) -> None:
-        if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
-            assert text.length == start.logical_length
-            text.tokens = list(start.token_ids)
-            self.alive[start.seq_id] = text
+        if self._resume(start):
             return
         shape, size = self.runner.cache.shape, self.config.max_model_len
         hit = start.logical_length
@@ -195,11 +234,6 @@ class Recorder(BlockingExecutor):
         visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
         resumed = len(start.token_ids) > start.prompt_length
         self._add(start.seq_id, Text(list(start.token_ids), hit, cached, visible, resumed))
-
-    def _add(self, seq_id: int, text: Text) -> None:
-        assert seq_id not in self.alive
-        self.alive[seq_id] = text
-        self.texts.append(text)
 
     def _compress(self, job: CompressionJob, number: int, copied: bool) -> Tensor:
         """Strike the evicted entries of a part from the account -> bool `[layers, kv_heads, entries before]`, what
@@ -227,23 +261,6 @@ class Recorder(BlockingExecutor):
         text.cached[rows] = after
         text.num_windows += job.num_windows if number == 0 else 0
         return survives
-
-    def _account(self, scheduled: list[Scheduled]) -> None:
-        """Note what each row of the step saw, and the logits of those that were sampled."""
-        logits = iter(self._logits)
-        for item in scheduled:
-            text = self.alive[item.seq_id]
-            text.tokens += item.new_tokens
-            for position in range(text.length, text.length + item.num_tokens):
-                text.cached[..., position] = True
-                text.visible[..., position, :] = text.cached
-            text.length += item.num_tokens
-            if item.samples:
-                text.logits[text.length - 1] = next(logits)
-            for fork in item.forks:
-                child = copy.deepcopy(text)
-                child.logits = {text.length - 1: next(logits)}
-                self._add(fork.seq_id, child)
 
 
 def rows_of(queries: Tensor | None, count: int) -> Iterable[Tensor | None]:

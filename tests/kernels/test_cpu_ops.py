@@ -1,4 +1,4 @@
-"""The compiled elementwise operators against Hugging Face's modules."""
+"""The compiled elementwise operators against Hugging Face's modules; test_instruction_sets has more of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ import torch
 from kvllm import _extension
 from kvllm.errors import KvLLMError
 from kvllm.models import elementwise
-from tests.helpers.elementwise_checks import (
-    assert_activations_of_extreme_gates,
-    assert_bfloat16_rounds_to_even,
-    assert_bits_of_a_row_do_not_depend_on_the_others,
-    assert_gated_activations,
-    assert_most_likely_is_argmax,
-    assert_norms_with_weights_of_float32,
-    assert_rotary_in_bfloat16,
-)
+from tests.helpers.elementwise_checks import assert_gated_activations
 from tests.helpers.tensors import assert_same_rounding, cos_sin_table, randn
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -45,33 +37,6 @@ def test_rms_norm_is_that_of_transformers(rows: int, width: int, dtype: torch.dt
 @pytest.mark.parametrize("rows, width", [(1, 1536), (5, 9), (90, 1000)])
 def test_gated_activations(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_gated_activations(rows, width, dtype)
-
-
-def test_norms_with_weights_of_float32() -> None:
-    assert_norms_with_weights_of_float32()
-
-
-def test_activations_of_extreme_gates() -> None:
-    assert_activations_of_extreme_gates()
-
-
-@pytest.mark.parametrize("kv_heads", [0, 2])
-@pytest.mark.parametrize("weights_dtype", [None, torch.bfloat16, torch.float32])
-def test_rotary_in_bfloat16(kv_heads: int, weights_dtype: torch.dtype | None) -> None:
-    assert_rotary_in_bfloat16(kv_heads, weights_dtype)
-
-
-def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
-    assert_bits_of_a_row_do_not_depend_on_the_others()
-
-
-@DTYPES
-def test_most_likely_is_argmax(dtype: torch.dtype) -> None:
-    assert_most_likely_is_argmax(dtype)
-
-
-def test_bfloat16_rounds_to_even() -> None:
-    assert_bfloat16_rounds_to_even()
 
 
 @pytest.mark.parametrize("head_dim", [4, 16, 48, 64, 128])

@@ -15,10 +15,6 @@ def test_plain_functions_are_transformers() -> None:
     assert_all(gated_delta.torch_short_convolution, gated_delta.torch_gated_delta_rule)
 
 
-def test_operators_are_transformers() -> None:
-    assert_all(operator("short_convolution"), operator("gated_delta_rule"))
-
-
 def test_wrong_arguments_are_refused() -> None:
     starts, slots = tables()
     x, taps, inputs = randn(75, 8), randn(4, 8), randn(7, 3, 8)

@@ -142,7 +142,7 @@ def check_exchanges() -> None:
 
 def check_events() -> None:
     """Run in a process of its own for each instruction set."""
-    for count in (1, 17, 80, 333):
+    for count in (1, 2, 16, 17, 80, 333):
         for levels in (1, 3, 100_000):
             assert_choices(count, levels)
     assert_order_of_special_scores()

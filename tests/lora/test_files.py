@@ -16,15 +16,10 @@ from kvllm.lora.request import LoRARequest
 from kvllm.models.config import load_model_config
 from kvllm.worker.adapter_weights import adaptable_shapes
 from tests.helpers.adapters import copied, make_adapter
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.families import FAMILIES
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint(path, **FAMILIES["llama-tied"])
-    return path
+checkpoint = checkpoint_fixture(**FAMILIES["llama-tied"])
 
 
 @pytest.fixture(scope="module")

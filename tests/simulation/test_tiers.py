@@ -24,7 +24,7 @@ from kvllm.worker.build import rank_cache_shape
 from kvllm.worker.features.offloading import Offloader, host_block_bytes
 from kvllm.worker.features.recall import Recall, host_chunk_bytes
 from kvllm.worker.model_runner import ModelRunner
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import other, paper_compression
 
 FAST = Hardware(
@@ -59,11 +59,7 @@ RECALLED = (("periodic", 3, "never"), ("pressure", 1, "always"), ("threshold", 3
 """Policy, period and swap of recalls that are compared by default."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16, tie_word_embeddings=True)
 
 
 @pytest.fixture

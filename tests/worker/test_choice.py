@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
 from kvllm.worker import selector as selector_module
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import fitting
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
@@ -46,11 +46,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=LAYERS)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16, num_hidden_layers=LAYERS)
 
 
 def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int]:

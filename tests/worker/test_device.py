@@ -19,7 +19,7 @@ from kvllm.worker.build import RunnerSettings, make_runner
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
-from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.engines import greedy, random_prompts, tokens
 
@@ -27,19 +27,10 @@ with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    add_method_files(path)
-    return path
+checkpoint = checkpoint_fixture("qwen3", method_files=True, head_dim=16)
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("float16")
-    make_checkpoint(path, "qwen3", head_dim=16, dtype="float16")
-    return path
+half = checkpoint_fixture("qwen3", head_dim=16, dtype="float16")
 
 
 # Choice

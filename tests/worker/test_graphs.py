@@ -28,7 +28,7 @@ from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.devices import DEVICES
@@ -38,11 +38,7 @@ from tests.helpers.features import feature_of
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,12 @@ from kvllm import SamplingParams
 from kvllm.core.protocol import KeptPairs, StepResult, TransferReport
 from kvllm.distributed.results import merge
 from kvllm.distributed.transfers import TransfersOfRanks
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.engines import random_token_ids
 from tests.helpers.layout_recorder import compression_config, greedy, make_llm, step
 from tests.worker.test_layer_groups import LAYERS, METHODS, recorded
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kept")
-    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=LAYERS)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16, num_hidden_layers=LAYERS)
 
 
 def told(reports: list[KeptPairs], shape: tuple[int, ...]) -> Tensor:

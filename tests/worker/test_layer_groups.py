@@ -14,7 +14,7 @@ import torch
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.config import LayerGroup
 from kvllm.kvcache.groups import KVGroup
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import make_llm, random_token_ids
@@ -33,11 +33,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("layers")
-    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=LAYERS)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16, num_hidden_layers=LAYERS)
 
 
 def compression(method: str, **options: Any) -> CompressionConfig:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvllm import RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.worker.features.offloading import Offloader
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import make_llm, random_token_ids, tokens
 from tests.helpers.examples import examples
@@ -35,11 +35,7 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=32, num_hidden_layers=2)
 
 
 def params(max_tokens: int, *, compress: bool) -> SamplingParams:

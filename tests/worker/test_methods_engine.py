@@ -22,7 +22,7 @@ from kvllm.compression.specs import SPECS
 from kvllm.core.policies import EventOptions
 from kvllm.errors import ConfigError
 from kvllm.worker.features.attention_mass import AttentionMass
-from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
@@ -79,12 +79,7 @@ def cases(*policies: str, compress_prompt: bool = False, usual: Container[str] =
     return pytest.mark.parametrize(("method", "policy"), found)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    add_method_files(path)
-    return path
+checkpoint = checkpoint_fixture("qwen3", method_files=True, head_dim=16)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara_sharp
 from kvllm.errors import ConfigError
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
@@ -23,11 +23,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 def sharp(**options: Any) -> CompressionConfig:

@@ -12,7 +12,7 @@ import pytest
 
 from kvllm import LLM, ConfigError
 from kvllm.kvcache.tiers.disk import FILE, DiskStore
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 8, "max_num_seqs": 2, "watermark": 0.0}
@@ -21,11 +21,7 @@ PROMPTS = random_prompts(256, (60, 70, 80, 90))
 """The pool holds the blocks of one or two."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=32, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

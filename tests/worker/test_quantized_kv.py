@@ -17,7 +17,7 @@ from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
@@ -27,11 +27,7 @@ PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_block
 THRESHOLD = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=32, num_hidden_layers=2)
 
 
 def make(path: Path, name: str, **options) -> LLM:

@@ -11,7 +11,7 @@ import torch
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.worker.features.recall import Recall, RecallGroup
 from kvllm.worker.features.recalling_backend import RecallingBackend
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.examples import thinned
@@ -28,11 +28,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 40, "block_size": 8, "max_nu
 SMALL |= {"max_num_batched_tokens": 64, "kv_offloading_size": 0.02}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=32, num_hidden_layers=2)
 
 
 def recalling(policy: str, **options: Any) -> CompressionConfig:

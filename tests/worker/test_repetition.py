@@ -15,17 +15,12 @@ from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.repetition import attention, attention_received
 from kvllm.worker import repetition
 from kvllm.worker.repetition import pieces
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.dense_decoder import DenseDecoder, attend, attention_probabilities
 from tests.helpers.engines import random_token_ids
 from tests.helpers.layout_recorder import assert_as_expected, compression_config, greedy, make_llm, run
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=16)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=16)
 
 
 @pytest.fixture(scope="module")

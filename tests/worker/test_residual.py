@@ -17,7 +17,7 @@ from kvllm.worker.features.residual import KVResidual
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import SequenceState
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
@@ -29,11 +29,7 @@ PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_block
 THRESHOLD = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=32, num_hidden_layers=2)
 
 
 def make(path: Path, name: str = "int4", held: int = 6, **options) -> LLM:

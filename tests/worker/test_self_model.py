@@ -20,7 +20,7 @@ from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.residual import KVResidual
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.self_model import SelfModel
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
 
@@ -30,18 +30,10 @@ WINDOW = 40
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=64)
-    return path
+checkpoint = checkpoint_fixture("qwen3", head_dim=64)
 
 
-@pytest.fixture(scope="module")
-def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ministral")
-    make_checkpoint(path, "ministral", head_dim=16, **SLIDING)
-    return path
+sliding = checkpoint_fixture("ministral", head_dim=16, **SLIDING)
 
 
 @pytest.fixture(autouse=True)

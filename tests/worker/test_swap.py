@@ -11,7 +11,7 @@ from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
 from kvllm.worker.features.offloading import Offloader
-from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
@@ -28,12 +28,7 @@ SMALL |= {"max_num_batched_tokens": 64}
 PROMPTS = random_prompts(256, (3, 17, 40, 63, 30))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    add_method_files(path)
-    return path
+checkpoint = checkpoint_fixture("qwen3", method_files=True, head_dim=32, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +120,7 @@ def test_a_compressed_cache_goes_on_where_it_was(
     assert_as_expected(decoder, llm)
 
 
-@pytest.fixture(scope="module")
-def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("five")
-    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=5)
-    return path
+five_layers = checkpoint_fixture("qwen3", head_dim=16, num_hidden_layers=5)
 
 
 @pytest.mark.parametrize("method", [pytest.param("keydiff", marks=pytest.mark.long), "kara_sharp"])
