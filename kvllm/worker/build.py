@@ -70,13 +70,15 @@ class Loaded(Struct, frozen=True):
     """What loading a model has found out.
 
     num_blocks: in the KV pool. attention_backend: its name, and why it was chosen. warnings: for the log of the process
-    that asked for it, since nobody sees those of ranks. weights: what became of those of a file, for the same log.
+    that asked for it, since nobody sees those of ranks. weights: what became of those of a file, and collectives: how
+    ranks add up, for the same log.
     """
 
     num_blocks: int
     attention_backend: str
     warnings: list[str] = []
     weights: str | None = None
+    collectives: str = ""
 
     @staticmethod
     def of(settings: RunnerSettings, runner: ModelRunner) -> Loaded:
@@ -85,7 +87,8 @@ class Loaded(Struct, frozen=True):
         chosen = explain(settings.attention_backend, spec)
         warnings = [*_warnings(settings, runner, chosen)]
         num_blocks = runner.cache.num_blocks - settings.engine.num_draft_blocks
-        return Loaded(num_blocks, chosen, warnings, runner.model.weights_note)
+        model = runner.model
+        return Loaded(num_blocks, chosen, warnings, model.weights_note, model.lm_head.shard.note)
 
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:
@@ -243,9 +246,9 @@ def _draft_model(
 ) -> DraftModel:
     """Over a pool with as many blocks as the cache beside it."""
     backend = _backend(of_draft, SingleRank(), beside.data.device, beside.num_blocks)
-    kind = MTPModel if isinstance(draft, MTPDecoder) else DraftModel
     block_bytes = draft_bytes_per_block(of_draft.model, backend.cache.shape)
-    return kind(draft, backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
+    arguments = (backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
+    return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
 
 
 def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:

@@ -147,7 +147,7 @@ class Recorder(BlockingExecutor):
 
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)
-        self._logits += logits
+        self._logits += logits.clone()
         return logits
 
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:

@@ -378,9 +378,10 @@ def test_a_graph_reads_tables_of_every_width() -> None:
     tables.table[0] = np.arange(120).reshape(3, 40)
     read: list[torch.Tensor] = []
 
-    def compute(inputs: StepInputs) -> LastLogits:
+    def compute(inputs: StepInputs, into: torch.Tensor | None) -> LastLogits:
         read.append(inputs.parts[0].block_tables.clone())
-        return LastLogits(inputs.token_ids[:, None].float())
+        logits = inputs.token_ids[:, None].float()
+        return LastLogits(logits if into is None else into[: len(logits)].copy_(logits))
 
     inputs = InputPreparer(tables, torch.device("cpu"))
     recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), [40])
