@@ -40,6 +40,7 @@ from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_step
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.rare_kernels import launch_rare_kernels
+from kvllm.worker.self_test import check_attention
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -93,6 +94,8 @@ class Loaded(Struct, frozen=True):
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:
     """Nobody shall be served slowly who did not ask for it, and not know."""
+    if runner.kernel_warning:
+        yield runner.kernel_warning
     if settings.attention_backend == "auto" and chosen.startswith("reference "):
         yield (
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
@@ -152,6 +155,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     stream = torch.cuda.Stream() if device.type == "cuda" and not settings.enforce_eager else None  # for graphs
     # Before weights are read: a wrong name must not cost a minute.
     method, small = check_runner(settings, shard, device)
+    kernel_warning = check_attention(small) if device.type == "cuda" else None
     with enough_memory("the model", "take a smaller one"):
         model = load_shard(settings, shard, device)
         draft = _load_draft(settings.draft, model, device) if settings.draft and shard.rank == 0 else None
@@ -169,6 +173,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     if stream:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.use_graphs(cuda_capture(stream), num_blocks)
+    runner.kernel_warning = kernel_warning
     return runner
 
 

@@ -49,8 +49,11 @@ class ModelRunner:
     eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
-    draft: the model that drafts, where tokens are sampled.
+    draft: the model that drafts, where tokens are sampled. kernel_warning: of kernels that are slower here than they
+    should be.
     """
+
+    kernel_warning: str | None = None
 
     def __init__(
         self,
