@@ -50,7 +50,7 @@ from kvllm.worker.logit_parts import LogitParts
 from tests.helpers.adapters import copied, make_adapter, merge
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
 from tests.worker.test_methods_engine import methods
@@ -339,6 +339,31 @@ def test_ranks_give_each_other_tokens_for_a_plan_ahead(checkpoints, shards, comp
     assert executor.ahead > 40 and sum(map(len, gathered)) == 2 * 2 * 60
     texts = [[state.token_ids for state in runner.states.values()] for runner in executor.runners]
     assert texts[0] == texts[1]
+
+
+def test_ranks_verify_drafts_and_report_prompts(checkpoints, shards) -> None:
+    """Of requests that take the most likely tokens, and of others."""
+    path = checkpoints["qwen3"]
+    prompts = [{"prompt_token_ids": [3 + token % 5 for token in each]} for each in random_token_ids(60, 40, 7)]
+    drawn = SamplingParams(temperature=0.4, seed=1, max_tokens=50, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    params = [greedy(60), drawn, structs.replace(greedy(50), repetition_penalty=1.1)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+    def run(members: list[Shard]) -> list[tuple[Any, ...]]:
+        llm = make_llm(path, speculative_config=ngram, num_gpu_blocks_override=60)
+        llm.llm_engine.scheduler.speculation.cost = None
+        llm.llm_engine.executor = ThreadExecutor(llm, path, members)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+
+    found, expected = run(shards(2)), run([SingleRank()])
+    assert [each[0] for each in found] == [each[0] for each in expected]
+    assert found[1][1] and found[1][2] and len(found[1][2]) == len(expected[1][2]) == 40
+    for of_two, of_one in zip(found[1][2][1:], expected[1][2][1:], strict=True):
+        assert {key: each.logprob for key, each in of_two.items()} == pytest.approx(
+            {key: each.logprob for key, each in of_one.items()}, abs=1e-4
+        )
 
 
 RECALL: dict[str, Any] = {"num_gpu_blocks_override": 28, "block_size": 8, "watermark": 0.0}
