@@ -1,4 +1,4 @@
-"""Tensor parallelism from the point of view of a model: its rank, its share of the heads, and two collectives."""
+"""Tensor parallelism from the point of view of a model: its rank, its share of the heads, and three collectives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from kvllm.errors import ConfigError
 
 
 class Shard(ABC):
-    """One rank among `world_size`. All ranks call the same collectives in the same order."""
+    """One rank among `world_size`. All ranks call the same collectives in the same order.
+
+    note: what the log says of them, if anything.
+    """
 
     rank: int
     world_size: int
+    note: str = ""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,6 +28,10 @@ class Shard(ABC):
     @abstractmethod
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., n]` of each rank -> `[..., world_size * n]`, in order of rank, on every rank."""
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`[...]` of each rank -> `[world_size, ...]` on the first rank, None on the others."""
 
 
 class SingleRank(Shard):
@@ -38,6 +46,9 @@ class SingleRank(Shard):
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
+
 
 class Counted(Shard):
     """A shard that counts its collectives: as long as `calls` grows, the rank advances."""
@@ -45,6 +56,7 @@ class Counted(Shard):
     def __init__(self, shard: Shard) -> None:
         self.rank = shard.rank
         self.world_size = shard.world_size
+        self.note = shard.note
         self.calls = 0
         self._shard = shard
 
@@ -55,6 +67,10 @@ class Counted(Shard):
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self._shard.all_gather_last_dim(x)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        self.calls += 1
+        return self._shard.gather(x)
 
 
 @dataclass(frozen=True)

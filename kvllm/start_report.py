@@ -40,8 +40,9 @@ def report_start(
         " for each rank" if num_ranks > 1 else "",
         _compression(args, settings),
     )
-    if loaded.weights:
-        logger.info("%s: %s", args.name, loaded.weights)
+    for note in (loaded.weights, loaded.collectives):
+        if note:
+            logger.info("%s: %s", args.name, note)
     if engine.outputs.tokenizer is None:
         logger.warning(
             "%s has no tokenizer: prompts must be token ids and outputs have no text, so that chats, stop strings and "

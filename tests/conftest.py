@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.gpu_order import PARTS, place
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
@@ -27,6 +29,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run tests marked long, too, with 20 times the examples")
+    parser.addoption("--gpu-part", type=int, choices=range(1, len(PARTS) + 1), help="of -m gpu, this part alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +61,11 @@ def _begins_early(item: pytest.Item) -> bool:
     return item.path.stem in SLOWEST or (group is not None and group.args[0] in ("ray", "servers"))
 
 
+def _is_in_bfloat16(item: pytest.Item) -> bool:
+    case = getattr(item, "callspec", None)
+    return case is not None and any(value is torch.bfloat16 for value in case.params.values())
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("long"):
@@ -66,7 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:  # a file's tests share its fixtures, so one process runs them
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: not _begins_early(item))
+    if config.option.markexpr == "gpu":
+        part = config.getoption("gpu_part")
+        items[:] = [item for item in items if part in (None, place(item.nodeid)[0])]
+        items.sort(key=lambda item: (place(item.nodeid), not _is_in_bfloat16(item)))
+    else:
+        items.sort(key=lambda item: not _begins_early(item))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

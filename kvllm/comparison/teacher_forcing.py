@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -73,7 +74,7 @@ class TeacherForcing(BlockingExecutor):
     def close(self) -> None:
         self.inner.close()
 
-    def _record(self, hidden: torch.Tensor, **options: bool) -> torch.Tensor:
+    def _record(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
         self._logits = self._compute(hidden, **options)
         return self._logits
 

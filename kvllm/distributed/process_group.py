@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # it is in the module's __all__
 
+from kvllm.distributed.one_shot import find_one_shot
 from kvllm.parallel import Shard
 
 
@@ -16,10 +18,12 @@ class ProcessGroupShard(Shard):
 
     A process has one such group, and with "nccl" one GPU, the current one.
 
-    store: that all ranks share. timeout: seconds that a collective may take.
+    store: that all ranks share. timeout: seconds that a collective may take. on_one_node: whether all ranks are.
     """
 
-    def __init__(self, rank: int, world_size: int, backend: str, store: Store, timeout: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, backend: str, store: Store, timeout: float, *, on_one_node: bool
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         # With a device, NCCL connects the ranks now, and not in the first collective.
@@ -32,8 +36,14 @@ class ProcessGroupShard(Shard):
             timeout=timedelta(seconds=timeout),
             device_id=device,
         )
+        self._one_shot = None
+        group = torch.distributed.group.WORLD
+        if device and group and on_one_node:
+            self._one_shot, self.note = find_one_shot(group.group_name, world_size, device, partial(_agree, device))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._one_shot and self._one_shot.serves(x):
+            return self._one_shot.add(x)
         torch.distributed.all_reduce(x)
         return x
 
@@ -41,3 +51,14 @@ class ProcessGroupShard(Shard):
         parts = [torch.empty_like(x) for _ in range(self.world_size)]
         torch.distributed.all_gather(parts, x)
         return torch.cat(parts, dim=-1)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        gathered = x.new_empty(self.world_size, *x.shape) if self.rank == 0 else None
+        torch.distributed.gather(x, None if gathered is None else [*gathered])
+        return gathered
+
+
+def _agree(device: torch.device, vote: bool) -> bool:
+    votes = torch.tensor([vote], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN)
+    return bool(votes)

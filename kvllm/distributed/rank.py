@@ -166,4 +166,6 @@ def _join(spec: RankSpec, rendezvous: _Rendezvous | None, name: str) -> Shard:
         return SharedMemoryShard(spec.rank, spec.world_size, descriptor, COLLECTIVE_TIMEOUT)
     host, port = name.rsplit(":", 1)
     store = rendezvous.means if rendezvous else TCPStore(host, int(port), spec.world_size, is_master=False)
-    return ProcessGroupShard(spec.rank, spec.world_size, spec.collectives, store, COLLECTIVE_TIMEOUT)
+    on_one_node = spec.neighbours == spec.world_size
+    arguments = (spec.rank, spec.world_size, spec.collectives, store, COLLECTIVE_TIMEOUT)
+    return ProcessGroupShard(*arguments, on_one_node=on_one_node)

@@ -59,11 +59,21 @@ class SharedMemoryShard(Shard):
         return x
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
-        gathered = x.new_empty(self.world_size, x.numel())
-        size = BUFFER_BYTES // x.itemsize
-        for start, part in enumerate(x.view(-1).split(size)):
-            gathered[:, start * size :][:, : part.numel()] = self._exchange(part)
+        gathered = self._gather(x, self.world_size)
         return gathered.view(self.world_size, -1, x.shape[-1]).transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.rank == 0:
+            return self._gather(x, self.world_size).view(self.world_size, *x.shape)
+        self._gather(x, 0)
+        return None
+
+    def _gather(self, x: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        """`[num_ranks, x.numel()]` of the first ranks; all take part."""
+        gathered, size = x.new_empty(num_ranks, x.numel()), BUFFER_BYTES // x.itemsize
+        for start, part in enumerate(x.view(-1).split(size)):
+            gathered[:, start * size :][:, : part.numel()] = self._exchange(part)[:num_ranks]
+        return gathered
 
     def _exchange(self, part: torch.Tensor) -> torch.Tensor:
         """`[n]` of each rank -> `[world_size, n]`, valid until the next call but one."""

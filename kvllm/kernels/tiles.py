@@ -1,7 +1,7 @@
 """Parts of the attention kernels: the offset of a KV pair, one tile of online softmax, the merge of two segments.
 
 A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
-within a segment of SEGMENT pairs (a multiple of that in a decode over more than 32,768), then the segments, ascending.
+within a segment of SEGMENT pairs (a multiple of that in a decode over more than 16,384), then the segments, ascending.
 So its bits do not depend on the rest of a batch. With float32, decode and prefill use tiles of the same shape, and a
 query has the same bits in both up to that length; with 16 bits a prefill has larger tiles, and no segments.
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvllm.kernels.codes import code_offsets, load_codes
 
-SEGMENT = 512
+SEGMENT = 256
 LOG2_E = 1.4426950408889634
 
 

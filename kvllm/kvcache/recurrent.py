@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+NO_ROWS = slice(0, 0)
+
 
 @dataclass(frozen=True)
 class StateShape:
@@ -85,7 +87,7 @@ class StateChanges:
     rows: the query tokens for which it is noted.
     """
 
-    def __init__(self, rows: slice) -> None:
+    def __init__(self, rows: slice = NO_ROWS) -> None:
         self._rows = rows
         self._noted: list[tuple[Callable[..., object], list[torch.Tensor]]] = []
 
@@ -97,3 +99,26 @@ class StateChanges:
         """Do it again. rows: int64, which of the noted ones."""
         for change, tensors in self._noted:
             change(step, *(tensor[rows] for tensor in tensors))
+
+
+class RecordedChanges(StateChanges):
+    """Those of passes that graphs hold, of all in the same memory: what the last one does.
+
+    most_rows: query tokens for which it is noted.
+    """
+
+    def __init__(self, most_rows: int) -> None:
+        super().__init__()
+        self.most_rows = most_rows
+
+    def begin(self, tokens: torch.Tensor) -> RecordedChanges:
+        """A pass begins. tokens: int64, the query tokens that are noted, if there are not more than `most_rows`."""
+        self._tokens, self._num_changes = tokens[: self.most_rows], 0
+        return self
+
+    def note(self, change: Callable[..., object], *tensors: torch.Tensor) -> None:
+        if self._num_changes == len(self._noted):
+            self._noted.append((change, [each.new_empty(self.most_rows, *each.shape[1:]) for each in tensors]))
+        for memory, tensor in zip(self._noted[self._num_changes][1], tensors, strict=True):
+            memory[: len(self._tokens)] = tensor[self._tokens]
+        self._num_changes += 1

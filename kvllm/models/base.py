@@ -118,13 +118,18 @@ class Decoder:
             return self._compiled.forward(self.embed(token_ids), positions, attention, wanted)
         return self._run_layers(token_ids, positions, attention, None, wanted)
 
-    def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
-        """`[R, hidden_size]` -> float32 `[R, vocab_size]`, or with `rounded` in the dtype that the head computes in."""
-        logits = self.lm_head.forward(hidden)
+    def logits(self, hidden: torch.Tensor, *, rounded: bool = False, into: torch.Tensor | None = None) -> torch.Tensor:
+        """`[R, hidden_size]` -> float32 `[R, n]`, those of `LMHead.forward`, with `rounded` in the dtype of the head.
+
+        into: written and returned; of the shape and dtype of the result.
+        """
         if rounded and self.logit_cap is None and self.logit_divisor == 1:
-            return logits
-        logits = logits.float() if self.logit_divisor == 1 else logits.float() / self.logit_divisor
-        return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
+            return self.lm_head.forward(hidden, into)
+        logits = self.lm_head.forward(hidden)
+        logits = logits.float() if into is None else into.copy_(logits)
+        if self.logit_divisor != 1:
+            logits.div_(self.logit_divisor)
+        return logits if self.logit_cap is None else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Begin a pass: int64 `[T]` -> the residual `[T, hidden_size]`."""

@@ -319,6 +319,9 @@ class LMHead:
     def allocate(self, packing: Packing) -> None:
         self.weight.allocate(Packing(HEAD_BITS if packing.bits else None))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, hidden_size]` -> logits `[R, vocab_size]`."""
-        return self.shard.all_gather_last_dim(self.weight.multiply(hidden))[:, : self.vocab_size]
+    def forward(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """`[R, hidden_size]` -> logits `[R, n]` of this rank's tokens, on the last ranks some more (`vocab_part`).
+
+        into: written and returned.
+        """
+        return self.weight.multiply(hidden) if into is None else self.weight.multiply_into(hidden, into)

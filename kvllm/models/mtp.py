@@ -23,8 +23,8 @@ class MTPDecoder(Decoder):
 
     The input at a position is the token after it, and what the model has made of the token there.
 
-    hidden: `[T, hidden_size]`, the latter for each token of the pass that follows, normalized as the input of `logits`.
-        After `logits`, that call's rows: what the layer itself has made of tokens, in place of the model.
+    hidden: `[T, hidden_size]`, the latter for each token of the pass that follows, normalized as the input of `logits`;
+        there may be more rows.
     """
 
     def __init__(self, decoder: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,8 +54,5 @@ class MTPDecoder(Decoder):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         tokens = rms_norm(self.embedding.forward(token_ids), self.token_norm, self.eps)
-        return self.projection.multiply(torch.cat((tokens, rms_norm(self.hidden, self.hidden_norm, self.eps)), 1))
-
-    def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
-        self.hidden = hidden
-        return super().logits(hidden, rounded=rounded)
+        hidden = rms_norm(self.hidden[: len(token_ids)], self.hidden_norm, self.eps)
+        return self.projection.multiply(torch.cat((tokens, hidden), 1))

@@ -185,6 +185,12 @@ class LinearWeight:
             self.adapters.add(x, product)
         return product
 
+    def multiply_into(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """`multiply` without bias and adapters, written to `result` `[T, out_features]`, which is returned."""
+        if self.packed is None:
+            return torch.mm(x, self.tensor.t(), out=result)
+        return result.copy_(self._multiply(x, None))
+
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`multiply` without adapters."""
         if self.packed is None:

@@ -40,6 +40,7 @@ from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_step
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.rare_kernels import launch_rare_kernels
+from kvllm.worker.self_test import check_attention
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -70,13 +71,15 @@ class Loaded(Struct, frozen=True):
     """What loading a model has found out.
 
     num_blocks: in the KV pool. attention_backend: its name, and why it was chosen. warnings: for the log of the process
-    that asked for it, since nobody sees those of ranks. weights: what became of those of a file, for the same log.
+    that asked for it, since nobody sees those of ranks. weights: what became of those of a file, and collectives: how
+    ranks add up, for the same log.
     """
 
     num_blocks: int
     attention_backend: str
     warnings: list[str] = []
     weights: str | None = None
+    collectives: str = ""
 
     @staticmethod
     def of(settings: RunnerSettings, runner: ModelRunner) -> Loaded:
@@ -85,11 +88,14 @@ class Loaded(Struct, frozen=True):
         chosen = explain(settings.attention_backend, spec)
         warnings = [*_warnings(settings, runner, chosen)]
         num_blocks = runner.cache.num_blocks - settings.engine.num_draft_blocks
-        return Loaded(num_blocks, chosen, warnings, runner.model.weights_note)
+        model = runner.model
+        return Loaded(num_blocks, chosen, warnings, model.weights_note, model.lm_head.shard.note)
 
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:
     """Nobody shall be served slowly who did not ask for it, and not know."""
+    if runner.kernel_warning:
+        yield runner.kernel_warning
     if settings.attention_backend == "auto" and chosen.startswith("reference "):
         yield (
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
@@ -149,6 +155,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     stream = torch.cuda.Stream() if device.type == "cuda" and not settings.enforce_eager else None  # for graphs
     # Before weights are read: a wrong name must not cost a minute.
     method, small = check_runner(settings, shard, device)
+    kernel_warning = check_attention(small) if device.type == "cuda" else None
     with enough_memory("the model", "take a smaller one"):
         model = load_shard(settings, shard, device)
         draft = _load_draft(settings.draft, model, device) if settings.draft and shard.rank == 0 else None
@@ -166,6 +173,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     if stream:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.use_graphs(cuda_capture(stream), num_blocks)
+    runner.kernel_warning = kernel_warning
     return runner
 
 
@@ -243,9 +251,9 @@ def _draft_model(
 ) -> DraftModel:
     """Over a pool with as many blocks as the cache beside it."""
     backend = _backend(of_draft, SingleRank(), beside.data.device, beside.num_blocks)
-    kind = MTPModel if isinstance(draft, MTPDecoder) else DraftModel
     block_bytes = draft_bytes_per_block(of_draft.model, backend.cache.shape)
-    return kind(draft, backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
+    arguments = (backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
+    return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
 
 
 def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:

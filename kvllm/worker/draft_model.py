@@ -52,11 +52,9 @@ class DraftModel:
 
     config: with as many blocks as the pool has, in one group. bytes_per_block: memory for as many tokens as one holds.
     most: tokens of a draft. features: of its passes. reads_hidden: whether it needs the hidden states of texts.
-    captures: whether a graph may hold its passes.
     """
 
     reads_hidden: ClassVar[bool] = False
-    captures: ClassVar[bool] = True
 
     def __init__(
         self,

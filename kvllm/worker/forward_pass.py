@@ -10,12 +10,13 @@ import torch
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.core.protocol import StepPlan
-from kvllm.worker.draws import most_likely, reads_in_place
+from kvllm.worker.draws import reads_in_place
 from kvllm.worker.features.base import Attend, PassAttention, WorkerParts
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
 from kvllm.worker.inputs import AHEAD, InputPreparer
 from kvllm.worker.last_logits import LastLogits
+from kvllm.worker.logit_parts import LogitParts
 from kvllm.worker.prompt_logprobs import PromptReports
 from kvllm.worker.state import part_of_layers, table_widths
 from kvllm.worker.step_batch import StepBatch
@@ -44,7 +45,8 @@ class ForwardPass:
         self.features = worker.features
         self._readers = [feature for feature in worker.features if feature.reads_hidden]
         self.samples = samples
-        self.reports = PromptReports(self.model, samples=samples)
+        self.parts = LogitParts(self.model.lm_head)
+        self.reports = PromptReports(self.model, self.parts, samples=samples)
         self.inputs = InputPreparer(worker.tables, self.device, worker.features, ahead)
         self.graphs: StepGraphs | None = None
         self._part_of = part_of_layers(worker.config, worker.shape.num_layers)
@@ -123,15 +125,18 @@ class ForwardPass:
     def _last_logits(self, batch: StepBatch, hidden: torch.Tensor, numbers: Sequence[int]) -> LastLogits:
         """Of some sequences of a batch, from the hidden states `[S, hidden_size]` of the last tokens of all."""
         if batch.only_decodes:
-            return LastLogits(self._logits(hidden, plain=batch.decode_rows.is_plain))
-        rows = list(numbers)
-        in_order = rows == list(range(len(rows)))
-        return LastLogits(self._logits(hidden[: len(rows)] if in_order else hidden[to_device(rows, self.device)]))
+            logits = self._logits(hidden, plain=batch.decode_rows.is_plain)
+        else:
+            rows = list(numbers)
+            in_order = rows == list(range(len(rows)))
+            logits = self._logits(hidden[: len(rows)] if in_order else hidden[to_device(rows, self.device)])
+        return LastLogits(logits, None if self.parts.is_whole else self.parts.most_likely(logits))
 
-    def _logits(self, hidden: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
-        """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part. plain: nothing but the largest
-        of each row will be looked for."""
-        return self.model.logits(hidden, rounded=plain or reads_in_place(hidden))
+    def _logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None, *, plain: bool = False) -> torch.Tensor:
+        """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part. into: memory of as many rows or
+        more. plain: nothing but the largest of each row will be looked for."""
+        into = None if into is None else into[: len(hidden)]
+        return self.model.logits(hidden, rounded=plain or reads_in_place(hidden), into=into)
 
     # Graphs
 
@@ -154,11 +159,14 @@ class ForwardPass:
         self.graphs = StepGraphs(self._recorded, capture, self.inputs, sizes, most, before_replay)
         self.graphs.capture(sizes.all()[: 1 if largest_alone else None])
 
-    def _recorded(self, inputs: StepInputs) -> LastLogits:
-        """All of a step but draws, for a graph: the logits, the most likely token of each row, and hidden states."""
+    def _recorded(self, inputs: StepInputs, into: torch.Tensor | None) -> LastLogits:
+        """All of a step but draws, for a graph: the logits, the most likely token of each row, and hidden states.
+
+        into: where the first rows of logits go.
+        """
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self._attention(inputs))
-        logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.by_name[LOGIT_TOKENS]])
-        return LastLogits(logits, most_likely(logits) if self.samples else None, hidden if self._readers else None)
+        logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.by_name[LOGIT_TOKENS]], into)
+        return LastLogits(logits, self.parts.most_likely(logits), hidden if self._readers else None)
 
     def _plan_again(self, inputs: StepInputs) -> None:
         """The part of attention that the host has in a step whose graph is about to be replayed."""

@@ -34,7 +34,8 @@ LEAST_KV_PAIRS = 1024
 class StepGraphs:
     """Recorded steps: decodes, and chunks of prompts with decodes.
 
-    compute: inputs on the device -> logits of the tokens that have them. It must read nothing back to the host.
+    compute: inputs on the device, and memory that logits are written to, if there is some -> those of the tokens that
+        have them. It must read nothing back to the host.
     capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
     inputs: prepares the inputs of other steps, too. widths: columns of the block tables of each part of the KV groups,
         for the largest of the sizes; those of parts that attend all tokens are as wide as the batch needs.
@@ -43,7 +44,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        compute: Callable[[StepInputs], LastLogits],
+        compute: Callable[[StepInputs, torch.Tensor | None], LastLogits],
         capture: Capture,
         inputs: InputPreparer,
         sizes: GraphSizes,
@@ -123,16 +124,17 @@ class StepGraphs:
     def _step(self, size: GraphSize) -> Step:
         if size not in self._steps:
             static = self._inputs_of(size)
-            self._steps[size] = self._capture(lambda: self._kept(self._compute(static)))
+            self._steps[size] = self._capture(lambda: self._computed(static))
         return self._steps[size]
 
-    def _kept(self, last: LastLogits) -> LastLogits:
-        """A copy in memory that all sizes share: what a graph itself returns stays allocated as long as the graph."""
-        if self._last is None:
-            sizes = self.sizes.all()
-            num_tokens = max(size.num_query_tokens for size in sizes)
-            self._last = last.room_for(max(map(self.sizes.num_logits, sizes)), num_tokens)
-        return self._last.take(last)
+    def _computed(self, static: StepInputs) -> LastLogits:
+        """In memory that all sizes share: what a graph itself returns stays allocated as long as the graph."""
+        if self._last:
+            return self._last.take(self._compute(static, self._last.logits))
+        last, sizes = self._compute(static, None), self.sizes.all()
+        num_tokens = max(size.num_query_tokens for size in sizes)
+        self._last = last.room_for(max(map(self.sizes.num_logits, sizes)), num_tokens)
+        return last
 
 
 def cuda_capture(stream: torch.cuda.Stream | None = None) -> Capture:

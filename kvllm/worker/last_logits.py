@@ -38,10 +38,10 @@ class LastLogits(NamedTuple):
         return LastLogits(self.logits.new_empty(num_rows, self.logits.shape[1]), chosen, hidden)
 
     def take(self, source: LastLogits) -> LastLogits:
-        """Copy rows, and hidden states, into this memory -> the first ones of it."""
+        """Copy all but the logits, which are here already, into this memory -> the first rows of it."""
         num_tokens = 0 if source.hidden is None else len(source.hidden)
         found = self._first(len(source.logits), num_tokens)
-        for into, given in zip(found, source, strict=True):
+        for into, given in ((found.chosen, source.chosen), (found.hidden, source.hidden)):
             if into is not None and given is not None:
                 into.copy_(given)
         return found

@@ -49,8 +49,11 @@ class ModelRunner:
     eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
-    draft: the model that drafts, where tokens are sampled.
+    draft: the model that drafts, where tokens are sampled. kernel_warning: of kernels that are slower here than they
+    should be.
     """
+
+    kernel_warning: str | None = None
 
     def __init__(
         self,
@@ -85,10 +88,10 @@ class ModelRunner:
         self.features = worker.features
         self.compressor = Compressor(worker, select) if config.active_compression else None
         self.forward_pass = ForwardPass(worker, samples=samples)
-        self.recorded = [self.forward_pass, *([draft.forward_pass] if draft and draft.captures else [])]
+        self.recorded = [self.forward_pass, *([draft.forward_pass] if draft else [])]
         """Passes that graphs may hold."""
         self._overlaps = all(feature.overlaps for feature in self.features)
-        self._shares_tokens = config.async_scheduling and model.lm_head.shard.world_size > 1
+        self._shares_tokens = config.async_scheduling and not self.forward_pass.parts.is_whole
         self._last = Launched()
         self._batches = BatchKeeper()
         self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.bytes_per_block if draft else 0)
@@ -293,19 +296,25 @@ class ModelRunner:
         number_rows(sampled)
         last, of_drafts = last_logits([*rows, *drafted]).split(len(rows))
         samples = self._draw(last, rows_of(sampled)) if sampled else None
-        if not (drafted and self.samples):
+        if not drafted:
+            return Sampled(samples)
+        of_sequences = rows_of(batch.verified)
+        read = () if of_sequences.is_plain else range(len(drafted))
+        logits = self.forward_pass.parts.gather(of_drafts.logits, read)
+        if not self.samples:
             return Sampled(samples)
         drafts = [verification.token_ids[1:] for verification in plan.verifications]
-        of_sequences = [state.sample_row for state in batch.verified]
-        return Sampled(samples, verify(of_drafts.logits, of_sequences, drafts, of_drafts.chosen))
+        return Sampled(samples, verify(logits, of_sequences, drafts, of_drafts.chosen))
 
     def _draw(self, last: LastLogits, of_step: SampleRows) -> Samples | None:
         """A token of each row, where tokens are sampled. Where steps are planned ahead, all ranks get them."""
-        logits = last.logits
+        logits = self.forward_pass.parts.gather(last.logits, of_step.read)
         samples = sample(logits, of_step, last.chosen) if self.samples else None
         if not self._shares_tokens:
             return samples
-        chosen = samples.chosen.clone() if samples else logits.new_zeros(len(logits), dtype=torch.int64)
+        if of_step.is_plain and last.chosen is not None:  # every rank knows them
+            return samples or Samples(last.chosen.clone(), [], {}, logits.shape[-1])
+        chosen = samples.chosen.clone() if samples else logits.new_zeros(len(of_step.all), dtype=torch.int64)
         chosen = self.model.lm_head.shard.all_reduce(chosen)
         return samples or Samples(chosen, [], {}, logits.shape[-1])
 

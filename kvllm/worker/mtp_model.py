@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+import numpy as np
 import torch
 
+from kvllm.attention.base import AttentionBackend
+from kvllm.config import EngineConfig
 from kvllm.models.mtp import MTPDecoder
 from kvllm.worker.draft_model import DraftModel, Held
+from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Text
 from kvllm.worker.forward_pass import Place
+from kvllm.worker.graph_sizes import GraphSizes
 from kvllm.worker.last_logits import LastLogits
+from kvllm.worker.step_batch import StepBatch
+from kvllm.worker.transfer import to_device
+
+
+class LastHidden(StepFeature):
+    """Keeps what a pass has made of the last token of each sequence: `rows`, `[S, hidden_size]`."""
+
+    reads_hidden = True
+    rows: torch.Tensor
+
+    @classmethod
+    def make(cls, worker: WorkerParts) -> Self | None:
+        return cls()
+
+    def computed(self, batch: StepBatch, positions: np.ndarray, hidden: torch.Tensor) -> None:
+        self.rows = hidden[to_device(batch.last_tokens, hidden.device)]  # the memory may be that of all passes
 
 
 class MTPModel(DraftModel):
@@ -19,8 +42,17 @@ class MTPModel(DraftModel):
     """
 
     reads_hidden = True
-    captures = False  # what the layer reads is not among the inputs of a step
     model: MTPDecoder
+
+    def __init__(
+        self, model: MTPDecoder, backend: AttentionBackend, config: EngineConfig, bytes_per_block: int, most: int
+    ) -> None:
+        self._last = LastHidden()
+        super().__init__(model, backend, config, bytes_per_block, most, [self._last])
+        sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens)
+        num_tokens = max(config.max_num_seqs, sizes.most_chunk_tokens)
+        # Graphs read hidden states where they are when these are captured.
+        model.hidden = self._read_by_graphs = model.hidden.new_zeros(num_tokens, model.hidden.shape[1])
 
     def _num_right(self, text: Text, begin: int, drafted: list[int]) -> int:
         return 0
@@ -30,8 +62,13 @@ class MTPModel(DraftModel):
         for (text, held), each in zip(found, tokens, strict=True):
             assert text.hidden
             rows.append(held.hidden if text.draft and held.hidden is not None else text.hidden.take(len(each)))
-        self.model.hidden = torch.cat(rows)
+        hidden, static = torch.cat(rows), self._read_by_graphs
+        if len(hidden) <= len(static):
+            static[: len(hidden)] = hidden
+        else:
+            self.model.hidden = hidden
         last = super()._pass(found, tokens, place)
-        for (_, held), row in zip(found, self.model.hidden.unbind(0), strict=True):
-            held.hidden = row.unsqueeze(0)
+        self.model.hidden = static
+        for (_, held), row in zip(found, self._last.rows.split(1), strict=True):
+            held.hidden = row
         return last

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 from kvllm.core.protocol import PromptLogprobs, SequenceStart, StepPlan
 from kvllm.models.base import Decoder
+from kvllm.worker.logit_parts import LogitParts
 from kvllm.worker.sampler import LOGITS_AT_ONCE, read_report, report
 from kvllm.worker.state import SequenceState
 from kvllm.worker.transfer import Download, to_device
@@ -15,7 +19,7 @@ from kvllm.worker.transfer import Download, to_device
 class PromptReport:
     """The log probabilities of a chunk of a prompt, on their way to the host.
 
-    Logits are computed for so many positions at a time that their memory does not follow the length of the chunk.
+    The memory of logits does not follow the length of the chunk, if they are computed when they are asked for.
     """
 
     def __init__(
@@ -24,20 +28,20 @@ class PromptReport:
         first: int,
         token_ids: list[int],
         count: int,
-        hidden: Tensor,
-        model: Decoder,
+        logits: Iterable[Tensor],
     ) -> None:
         """
         token_ids: those at positions `first`, `first + 1`, ... of the prompt.
         count: how many of the most likely tokens to report at each position.
-        hidden: [len(token_ids), hidden_size], of the position before each of them.
-        model: every rank computes a part of its logits.
+        logits: those of the position before each of them, [n, V] at a time.
         """
         self._seq_id, self._first, self._token_ids, self._count = seq_id, first, token_ids, count
-        chosen = to_device(token_ids, hidden.device)
-        rows_at_once = max(1, LOGITS_AT_ONCE // model.embedding.vocab_size)
-        parts = zip(hidden.split(rows_at_once), chosen.split(rows_at_once), strict=True)
-        self._download = Download(torch.cat([report(model.logits(rows), ids, count).flatten() for rows, ids in parts]))
+        values, begin = list[Tensor](), 0
+        for each in logits:
+            chosen = to_device(token_ids[begin : begin + len(each)], each.device)
+            values.append(report(each, chosen, count).flatten())
+            begin += len(each)
+        self._download = Download(torch.cat(values))
 
     def wait(self) -> PromptLogprobs:
         """Waits for the copy."""
@@ -49,9 +53,10 @@ class PromptReport:
 class PromptReports:
     """The reports of a step, and the sequences whose prompts are not reported to the end (`pending`)."""
 
-    def __init__(self, model: Decoder, *, samples: bool) -> None:
+    def __init__(self, model: Decoder, parts: LogitParts, *, samples: bool) -> None:
         self.pending: set[int] = set()
         self._model = model
+        self._parts = parts
         self._samples = samples
         self._found: list[PromptReport] = []
 
@@ -73,12 +78,19 @@ class PromptReports:
             following = row.prompt_token_ids[first : first + item.num_tokens]
             if item.seq_id in self.pending and following:
                 count, of_chunk = row.params.prompt_logprobs or 0, hidden[begin : begin + len(following)]
-                report = PromptReport(item.seq_id, first, following, count, of_chunk, self._model)
+                logits = self._logits(of_chunk)
                 if self._samples:
-                    self._found.append(report)
+                    self._found.append(PromptReport(item.seq_id, first, following, count, logits))
+                else:
+                    deque(logits, maxlen=0)  # each rank's part
             if len(following) < item.num_tokens:
                 self.pending.discard(item.seq_id)
             begin += item.num_tokens
+
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Of hidden states [n, hidden_size], some rows at a time."""
+        for rows in hidden.split(max(1, LOGITS_AT_ONCE // self._parts.vocab_size)):
+            yield self._parts.gather(self._model.logits(rows), range(len(rows)))
 
     def take(self) -> list[PromptReport]:
         """Those of the step."""

@@ -31,7 +31,9 @@ def launch_rare_kernels(runner: ModelRunner) -> None:
     hidden = runner.model.embedding.forward(first)
     for layer in runner.model.layers:
         layer.mlp.forward(hidden)
-    logits = runner.model.logits(hidden, rounded=reads_in_place(hidden))
+    part, parts = runner.model.logits(hidden, rounded=reads_in_place(hidden)), runner.forward_pass.parts
+    parts.most_likely(part)
+    logits = parts.gather(part, [0])
     if runner.samples:
         for filters, changes in product(FILTERS, CHANGES):
             sample(logits, SampleRows([SampleRow(SamplingParams(**filters, **changes), 0, [], [])]))

@@ -37,7 +37,7 @@ class SampleRows:
     """The rows of a step's logits: `all` of them, and the numbers of those that need more than the most likely token.
 
     special: rows that are not plain. reported: rows that asked for log probabilities, by how many they asked for.
-    is_plain: whether there are neither.
+    read: rows whose logits are read. is_plain: whether there are none.
     """
 
     def __init__(self, rows: list[SampleRow]) -> None:
@@ -47,7 +47,8 @@ class SampleRows:
         for i, row in enumerate(rows):
             if row.params.logprobs is not None:
                 self.reported.setdefault(row.params.logprobs, []).append(i)
-        self.is_plain = not self.special and not self.reported
+        self.read = sorted({*self.special, *(i for rows in self.reported.values() for i in rows)})
+        self.is_plain = not self.read
 
 
 def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = None) -> Samples:
@@ -55,7 +56,7 @@ def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = Non
 
     Args:
         logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place` or all rows are plain; not
-            modified.
+            modified. With `most_likely`, only `of_step.read` are read.
         of_step: with R rows.
         most_likely: int64 [R], if it is known already; not modified.
     """

@@ -15,14 +15,13 @@ import torch
 
 from kvllm.core.protocol import SampledToken
 from kvllm.worker import draws
-from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.sampler import SampleRows, Samples, sample
 from kvllm.worker.transfer import to_device
 
 
 def verify(
     logits: torch.Tensor,
-    rows: Sequence[SampleRow],
+    of_all: SampleRows,
     drafts: Sequence[list[int]],
     most_likely: torch.Tensor | None = None,
 ) -> list[list[SampledToken]]:
@@ -30,13 +29,12 @@ def verify(
 
     logits: `[sum of 1 + each draft's length, V]`, of the token before a draft and those of the draft, one sequence
         after the other.
-    rows: of the sequences. Their outputs grow meanwhile, and are as before at the end.
-    most_likely: int64, of each row of logits, if it is known already.
+    of_all: rows of the sequences. Their outputs grow meanwhile, and are as before at the end.
+    most_likely: int64, of each row of logits, if it is known already. If all rows are plain, no others are read then.
     """
-    begins = [0]
+    rows, begins = of_all.all, [0]
     for draft in drafts:
         begins.append(begins[-1] + 1 + len(draft))
-    of_all = SampleRows(list(rows))
     # A GPU samples after wrong tokens, too: that takes less time than to wait for each token.
     at_once = logits.is_cuda and not any(row.reads_output for row in rows)
     if of_all.is_plain or at_once:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import random
 import signal
@@ -40,12 +41,16 @@ from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.lora.request import LoRARequest
+from kvllm.models.layers import LMHead, VocabEmbedding
+from kvllm.models.weights import Packing
 from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.draws import NO_TOKEN, most_likely
 from kvllm.worker.launched import Launched
+from kvllm.worker.logit_parts import LogitParts
 from tests.helpers.adapters import copied, make_adapter, merge
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
 from tests.worker.test_methods_engine import methods
@@ -176,17 +181,48 @@ def test_collectives_in_shared_memory(shards, world_size: int, dtype: torch.dtyp
     inputs = [torch.randn(world_size, *shape, generator=generator).to(dtype) for shape in shapes]
     members = shards(world_size)
 
-    def run(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def run(rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
         shard = members[rank]
-        return [(shard.all_gather_last_dim(each[rank]), shard.all_reduce(each[rank].clone())) for each in inputs]
+        return [
+            (shard.all_gather_last_dim(own := each[rank]), shard.gather(own), shard.all_reduce(own.clone()))
+            for each in inputs
+        ]
 
-    for results in on_threads(world_size, run):
-        for each, (gathered, reduced) in zip(inputs, results, strict=True):
+    for rank, results in enumerate(on_threads(world_size, run)):
+        for each, (gathered, on_first, reduced) in zip(inputs, results, strict=True):
             assert torch.equal(gathered, torch.cat(list(each), dim=-1))
+            assert on_first is None if rank else torch.equal(on_first, each)
             expected = each[0].clone()
             for other in each[1:]:
                 expected += other
             assert torch.equal(reduced, expected)
+
+
+@pytest.mark.parametrize(("ranks", "vocab_size"), [(2, 40), (3, 40), (4, 5)])
+def test_ranks_know_the_most_likely_tokens_of_all_parts(shards, ranks: int, vocab_size: int) -> None:
+    """The first of equal logits, and none where one is not finite. Four ranks with two tokens each leave the last
+    without any of five."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, hidden = (torch.randint(-2, 3, (n, 8), generator=generator).float() for n in (vocab_size, 30))
+    hidden[3], hidden[4] = math.nan, math.inf
+    logits, members = hidden @ matrix.T, shards(ranks)
+
+    def run(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        embedding = VocabEmbedding(vocab_size, 8, members[rank], torch.float32, torch.device("cpu"))
+        head = LMHead(embedding, tied=True, shard=members[rank])
+        head.allocate(Packing())
+        [weight] = embedding.weights("").values()
+        for first, last in weight.strips():
+            weight.write(first, matrix[weight.rows(first, last)])
+        parts, part = LogitParts(head), head.forward(hidden)
+        return parts.most_likely(part), [parts.gather(part, rows) for rows in ([], [1, 29], range(30))]
+
+    for rank, (chosen, (none, some, every)) in enumerate(on_threads(ranks, run)):
+        assert chosen.tolist() == most_likely(logits).tolist() and chosen[3] == chosen[4] == NO_TOKEN
+        assert none.shape == (0, vocab_size) and (rank == 0) == (len(some) == len(every) == 30)
+        if rank == 0:
+            assert torch.equal(some[[1, 29]], logits[[1, 29]])
+            torch.testing.assert_close(every, logits, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_collective_does_not_wait_for_ever(shards) -> None:
@@ -283,8 +319,11 @@ class PlannedAhead(ThreadExecutor):
 
 @pytest.mark.parametrize("compression", [None, KARA], ids=["none", "kara"])
 def test_ranks_give_each_other_tokens_for_a_plan_ahead(checkpoints, shards, compression: Any) -> None:
-    """Of forks, of draws with penalties, and in windows whose queries all ranks compute again."""
+    """Of forks, of draws with penalties, and in windows whose queries all ranks compute again. Of logits, they give
+    those that are drawn from."""
     path, prompts = checkpoints["qwen3"], random_prompts(256, lengths=(1, 17, 40, 63))
+    members, gathered = shards(2), list[torch.Tensor]()
+    gather, members[1].gather = members[1].gather, lambda part: gathered.append(part) or gather(part)
     drawn = SamplingParams(n=2, seed=7, temperature=0.7, max_tokens=60, ignore_eos=True)
     params = [greedy(50), drawn, greedy(60), structs.replace(drawn, repetition_penalty=1.2)]
 
@@ -295,11 +334,36 @@ def test_ranks_give_each_other_tokens_for_a_plan_ahead(checkpoints, shards, comp
 
     options = {"compression": compression, "num_gpu_blocks_override": 60}
     llm = make_llm(path, async_scheduling=True, **options)
-    llm.llm_engine.executor = executor = PlannedAhead(llm, path, shards(2))
+    llm.llm_engine.executor = executor = PlannedAhead(llm, path, members)
     assert run(llm) == run(make_llm(path, **options))
-    assert executor.ahead > 40
+    assert executor.ahead > 40 and sum(map(len, gathered)) == 2 * 2 * 60
     texts = [[state.token_ids for state in runner.states.values()] for runner in executor.runners]
     assert texts[0] == texts[1]
+
+
+def test_ranks_verify_drafts_and_report_prompts(checkpoints, shards) -> None:
+    """Of requests that take the most likely tokens, and of others."""
+    path = checkpoints["qwen3"]
+    prompts = [{"prompt_token_ids": [3 + token % 5 for token in each]} for each in random_token_ids(60, 40, 7)]
+    drawn = SamplingParams(temperature=0.4, seed=1, max_tokens=50, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    params = [greedy(60), drawn, structs.replace(greedy(50), repetition_penalty=1.1)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+    def run(members: list[Shard]) -> list[tuple[Any, ...]]:
+        llm = make_llm(path, speculative_config=ngram, num_gpu_blocks_override=60)
+        llm.llm_engine.scheduler.speculation.cost = None
+        llm.llm_engine.executor = ThreadExecutor(llm, path, members)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+
+    found, expected = run(shards(2)), run([SingleRank()])
+    assert [each[0] for each in found] == [each[0] for each in expected]
+    assert found[1][1] and found[1][2] and len(found[1][2]) == len(expected[1][2]) == 40
+    for of_two, of_one in zip(found[1][2][1:], expected[1][2][1:], strict=True):
+        assert {key: each.logprob for key, each in of_two.items()} == pytest.approx(
+            {key: each.logprob for key, each in of_one.items()}, abs=1e-4
+        )
 
 
 RECALL: dict[str, Any] = {"num_gpu_blocks_override": 28, "block_size": 8, "watermark": 0.0}

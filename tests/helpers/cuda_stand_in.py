@@ -417,6 +417,6 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
 @contextmanager
 def without_first_launches() -> Iterator[None]:
     """Engines that are made here launch no kernels first: nothing is compiled, and interpreting takes long."""
-    nothing = {"launch_rare_kernels": lambda _: None, "run_heaviest_steps": lambda *_: None}
+    nothing = {name: lambda *_: None for name in ("check_attention", "launch_rare_kernels", "run_heaviest_steps")}
     with patch.multiple(build, **nothing):
         yield

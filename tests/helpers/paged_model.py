@@ -73,7 +73,8 @@ class PagedModel:
         return self.backend.plan(AttentionBatch(starts.int(), torch.tensor(index).int(), tables.int()))
 
     def logits(self, chunks: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        return self.model.logits(self.forward(chunks))
+        head = self.model.lm_head
+        return head.shard.all_gather_last_dim(self.model.logits(self.forward(chunks)))[:, : head.vocab_size]
 
 
 def load(

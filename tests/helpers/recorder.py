@@ -102,7 +102,7 @@ class Accounts(BlockingExecutor):
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)
         self.hidden += hidden
-        self._logits += logits
+        self._logits += logits.clone()
         return logits
 
     def close(self) -> None:

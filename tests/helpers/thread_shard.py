@@ -30,3 +30,7 @@ class ThreadShard(Shard):
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        parts = self._exchange(x)
+        return torch.stack(parts) if self.rank == 0 else None

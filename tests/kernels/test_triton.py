@@ -98,7 +98,7 @@ def programs_share_segments() -> None:
 
     case = attention_cases.make_case([[1600], [3], [511]], head_dim=16)
     expected = case.run("triton")
-    for programs in (1, 2 * 6):  # one and two for each head of a sequence, which has up to four segments
+    for programs in (1, 2 * 6):  # one and two for each head of a sequence, which has up to seven segments
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "_PROGRAMS", programs)
             assert torch.equal(case.run("triton"), expected)

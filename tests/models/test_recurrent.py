@@ -16,8 +16,9 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep
 from kvllm.models.falcon_h1 import ParallelMixer
 from kvllm.worker.build import state_shape
+from kvllm.worker.features import recurrent_states
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, tokens
+from tests.helpers.engines import assert_greedy, greedy, make_llm, random_token_ids, records_chunks, tokens
 from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import load
 from tests.helpers.tensors import randn
@@ -118,6 +119,23 @@ def test_wrong_drafts_are_taken_back(checkpoint: Path, options: dict[str, Any]) 
     stats = llm.stats()
     assert 0 < sum(stats.drafts.right) < stats.drafts.tokens
     assert bool(stats.swapped_in) == ("swap" in options)
+
+
+@pytest.mark.parametrize("most_rows", [64, 12])
+def test_wrong_drafts_of_recorded_passes_are_taken_back(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int
+) -> None:
+    """A pass of more rows than are noted is not recorded."""
+    records_chunks(monkeypatch)
+    monkeypatch.setattr(recurrent_states, "MOST_RECORDED_ROWS", most_rows)
+    prompts = [{"prompt_token_ids": [3 + token % 5 for token in each]} for each in random_token_ids(60, 40, 30, 7, 33)]
+    llm, replayed = drafting(checkpoint, attention_backend="reference", max_num_seqs=5), list[int]()
+    runner = llm.llm_engine.executor.runner
+    runner.use_graphs(lambda step: lambda: replayed.append(1) or step(), runner.cache.num_blocks)
+    assert tokens(llm, prompts, greedy(100)) == tokens(make_llm(checkpoint), prompts, greedy(100))
+    stats = llm.stats()
+    assert 0 < sum(stats.drafts.right) < stats.drafts.tokens
+    assert len(replayed) == stats.steps if most_rows == 64 else 0 < len(replayed) < stats.steps
 
 
 def test_a_conversation_goes_on_from_states_after_right_tokens(

@@ -369,14 +369,17 @@ def test_a_step_with_chunks_fits_its_size(max_num_seqs: int, max_num_batched_tok
 
 
 def test_a_graph_reads_tables_of_every_width() -> None:
-    """Of wide tables only the columns that a step needs are copied; what lies after is of an earlier step."""
+    """Of wide tables only the columns that a step needs are copied; what lies after is of an earlier step. Logits are
+    computed where they stay, once it is known of which kind they are."""
     params, tables = SamplingParams(), PartTables(3, [40], block_size=16)
     tables.table[0] = np.arange(120).reshape(3, 40)
-    read: list[torch.Tensor] = []
+    read, places = list[torch.Tensor](), list[torch.Tensor | None]()
 
-    def compute(inputs: StepInputs) -> LastLogits:
+    def compute(inputs: StepInputs, into: torch.Tensor | None) -> LastLogits:
         read.append(inputs.parts[0].block_tables.clone())
-        return LastLogits(inputs.token_ids[:, None].float())
+        places.append(into)
+        logits = inputs.token_ids[:, None].float()
+        return LastLogits(logits if into is None else into[: len(logits)].copy_(logits))
 
     inputs = InputPreparer(tables, torch.device("cpu"))
     recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), [40])
@@ -386,7 +389,9 @@ def test_a_graph_reads_tables_of_every_width() -> None:
             tables.start(slot, length, [])
         of_step = recorded.prepare(states, [1, 1], GraphSize(2, 2))
         of_step.write_tokens(np.array([5, 5]))
-        assert recorded.run(of_step, GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
+        logits = recorded.run(of_step, GraphSize(2, 2)).logits
+        assert logits.tolist() == [[5.0], [5.0]]
+        assert places[-1] is None if len(places) == 1 else logits.data_ptr() == places[-1].data_ptr()
         assert (read[-1][:, :width] == torch.from_numpy(tables.table[0, [2, 0], :width])).all()
         assert read[-1].shape == (2, 40)
 

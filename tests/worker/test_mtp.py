@@ -20,6 +20,7 @@ from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
 from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.step_batch import StepBatch
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, records_chunks, tokens
@@ -189,14 +190,17 @@ def test_tokens_are_those_without(checkpoint: Path, name: str) -> None:
 
 
 def test_recorded_passes_tell_their_hidden_states(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, decodes and drafts, filled up to the sizes of recordings."""
+    """Prompts, decodes and drafts, filled up to the sizes of recordings. Passes of the layer are recorded, too."""
     records_chunks(monkeypatch)
     recorder, reference = Recorder(checkpoint, attention_backend="reference"), Reference(checkpoint)
     prompts = random_prompts(256, lengths=(1, 17, 40))
-    runner, replayed = recorder.llm.llm_engine.executor.runner, list[int]()
-    runner.use_graphs(lambda step: lambda: replayed.append(1) or step(), runner.cache.num_blocks)
+    runner, replayed = recorder.llm.llm_engine.executor.runner, ([], [])
+    passes, compute = list[MTPModel](), MTPModel._pass
+    monkeypatch.setattr(MTPModel, "_pass", lambda model, *args: passes.append(model) or compute(model, *args))
+    for forward_pass, of_pass in zip(runner.recorded, replayed, strict=True):
+        forward_pass.use_graphs(lambda step, found=of_pass: lambda: found.append(1) or step(), runner.cache.num_blocks)
     assert tokens(recorder.llm, prompts, greedy(30)) == tokens(make_llm(checkpoint), prompts, greedy(30))
-    assert len(replayed) == recorder.llm.stats().steps
+    assert [len(each) for each in replayed] == [recorder.llm.stats().steps, passes.count(passes[0])]
     recorder.assert_drafts(checkpoint)
     for token_ids, hidden, _, _ in recorder.found[-5:]:
         torch.testing.assert_close(hidden, reference.hidden(token_ids)[:-1], atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ import torch
 
 from kvllm import SamplingParams
 from kvllm.worker.sample_row import SampleRow
+from kvllm.worker.sampler import SampleRows
 from kvllm.worker.verification import verify
 
 DRAWS = 100_000
@@ -20,7 +21,10 @@ def test_tokens_have_the_distribution_of_the_model(draft: list[int]) -> None:
     logits = torch.tensor([[2.0, 1.5, 1.0, 0.5, 0.0, -1.0], [0.0, 0.3, 0.0, 1.2, 0.1, -0.5], [1.0, 0, 1, 0, 2, 0]])
     params = SamplingParams(temperature=0.8)
     rows = [SampleRow(params, seed, [1], []) for seed in range(DRAWS)]
-    found = [[token.token_id for token in tokens] for tokens in verify(logits.repeat(DRAWS, 1), rows, [draft] * DRAWS)]
+    found = [
+        [token.token_id for token in tokens]
+        for tokens in verify(logits.repeat(DRAWS, 1), SampleRows(rows), [draft] * DRAWS)
+    ]
     for depth, expected in enumerate((logits / 0.8).softmax(-1)):
         drawn = [tokens[depth] for tokens in found if tokens[:depth] == draft[:depth]]
         counts = torch.bincount(torch.tensor(drawn), minlength=6)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,20 +12,28 @@ import torch
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan
 from kvllm.kvcache.cache import CacheShape
-from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep, StateChanges, StateShape
+from kvllm.kvcache.recurrent import RecordedChanges, RecurrentStates, RecurrentStep, StateChanges, StateShape
 from kvllm.stats import MemoryField
 from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
-from kvllm.worker.step_inputs import StepInputs, StepTensor, write
+from kvllm.worker.step_inputs import LOGIT_TOKENS, StepInputs, StepTensor, write
+from kvllm.worker.transfer import to_device
 
 SLOTS = "state_slots"
 """Among the inputs of a step: the row of each sequence."""
 
 
-class _Drafted(NamedTuple):
-    """Sequences with drafts in a pass: their table slots and query tokens, their states before it, and what it did."""
+MOST_RECORDED_ROWS = 64
+"""Decodes and query tokens with drafts of a pass that a graph may hold: for so many there is memory to note changes."""
 
+
+@dataclass
+class _Drafted:
+    """Sequences with drafts in a pass: the sequences before them, their table slots and query tokens, their states
+    before it, and what it did."""
+
+    first: int
     table_slots: list[int]
     counts: list[int]
     before: list[tuple[torch.Tensor, torch.Tensor]]
@@ -45,6 +53,7 @@ class RecurrentFeature(StepFeature):
         self.states = RecurrentStates(shape, rows, device)
         self.first_copy = config.max_num_seqs
         self.tensors = (StepTensor(SLOTS, padding=rows - 1),)
+        self._recorded = RecordedChanges(MOST_RECORDED_ROWS) if config.most_drafts else None
         self.reset()
 
     @classmethod
@@ -73,7 +82,7 @@ class RecurrentFeature(StepFeature):
 
     def _take_back(self, drafted: _Drafted) -> None:
         """Let states be those after the right tokens."""
-        rows, slots, ends, begin = list[int](), list[int](), [0], 0
+        rows, slots, ends, begin = list[int](), list[int](), [0], drafted.first
         for table_slot, count, before in zip(drafted.table_slots, drafted.counts, drafted.before, strict=True):
             known = 1 + self._right.get(table_slot, 0)
             if known < count:
@@ -84,22 +93,19 @@ class RecurrentFeature(StepFeature):
             begin += count
         if slots:
             device = self.states.states.device
-            of_slots, of_ends = (torch.tensor(each, dtype=torch.int32, device=device) for each in (slots, ends))
-            drafted.changes.repeat(RecurrentStep(self.states, of_slots, of_ends), torch.tensor(rows, device=device))
+            of_slots, of_ends = (to_device(each, device, torch.int32) for each in (slots, ends))
+            drafted.changes.repeat(RecurrentStep(self.states, of_slots, of_ends), to_device(rows, device))
 
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
         if not batch.num_verified:
             return None
         first, last = batch.num_decodes, batch.num_decodes + batch.num_verified
         counts, table_slots = batch.num_tokens[first:last], batch.table_slots[first:last].tolist()
-        changes = StateChanges(slice(first, first + sum(counts)))
-        self._drafted = _Drafted(table_slots, counts, [self.states.save(slot) for slot in table_slots], changes)
-
-        def note(attention: PassAttention) -> None:
-            assert attention.recurrent
-            attention.recurrent = replace(attention.recurrent, changes=changes)
-
-        return note
+        before, num_rows = [self.states.save(slot) for slot in table_slots], first + sum(counts)
+        # Those of a graph; a pass that is none says so (`attend`).
+        changes = self._recorded or StateChanges()
+        self._drafted = _Drafted(first, table_slots, counts, before, changes)
+        return _no_graph if num_rows > MOST_RECORDED_ROWS else None
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         if start.state_row is None:
@@ -118,8 +124,17 @@ class RecurrentFeature(StepFeature):
     def attend(self, attention: PassAttention) -> None:
         for fields in attention.fields:
             fields.pop(SLOTS)  # which attention itself has no use for
-        inputs = attention.inputs
-        attention.recurrent = RecurrentStep(self.states, inputs.by_name[SLOTS], inputs.query_start_loc)
+        inputs, changes = attention.inputs, None
+        if inputs.recordings[0]:
+            tokens = inputs.by_name.get(LOGIT_TOKENS)
+            changes = self._recorded.begin(tokens) if self._recorded and tokens is not None else None
+        elif drafted := self._drafted:
+            changes = drafted.changes = StateChanges(slice(0, drafted.first + sum(drafted.counts)))
+        attention.recurrent = RecurrentStep(self.states, inputs.by_name[SLOTS], inputs.query_start_loc, changes)
+
+
+def _no_graph(attention: PassAttention) -> None:
+    """Changes nothing."""
 
 
 def _num_rows(config: EngineConfig) -> int:
