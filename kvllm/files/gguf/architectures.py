@@ -46,7 +46,7 @@ class Architecture:
     """One architecture.
 
     config: makes the keys of `config.json`. names: beside those of TOP and LAYER, or instead. whole: of tensors without
-        a suffix here. undo: what llama.cpp's converter has done to tensors.
+        a suffix here, by the name there with its suffix or without. undo: what llama.cpp's converter has done.
     experts: the name of a matrix of one expert, by that of the tensor of all.
     stacked: all experts have one tensor here, too, of several tensors there.
     joined: one tensor there that is several here, with the names that these would have there.
@@ -118,8 +118,18 @@ ARCHITECTURES = {
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         },
-        whole={"layer_output_scale": "layer_scalar"},
+        whole={
+            "layer_output_scale": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
     ),
     "glm4": Architecture(
         config.glm4,
@@ -214,8 +224,8 @@ def renamed(
         number, _, rest = name.removeprefix("blk.").partition(".")
         module, _, suffix = rest.rpartition(".") if "." in rest else (rest, "", "")
         prefix = f"model.layers.{number}"
-        if module in architecture.whole:
-            yield f"{prefix}.{architecture.whole[module]}", tensor
+        if whole := architecture.whole.get(rest, architecture.whole.get(module)):
+            yield f"{prefix}.{whole}", tensor
         elif module in architecture.experts and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 yield f"{prefix}.{architecture.experts[module].format(expert)}.{suffix}", tensor.expert(expert)

@@ -262,6 +262,9 @@ def gemma4(data: Metadata) -> dict[str, Any]:
     return config | {
         "architectures": ["Gemma4ForCausalLM"],
         "enable_moe_block": data.number("expert_count", 0) > 0,
+        "num_experts": data.number("expert_count", 0),
+        "top_k_experts": data.number("expert_used_count", 0),
+        "moe_intermediate_size": data.number("expert_feed_forward_length", 0),
         "head_dim": data.number("attention.key_length_swa"),
         "global_head_dim": config["head_dim"],
         "num_global_key_value_heads": full_heads,
