@@ -55,6 +55,7 @@ def glm4_moe(data: Metadata) -> dict[str, Any]:
     return config | {
         "architectures": ["Glm4MoeForCausalLM"],
         "num_hidden_layers": data.layers(),
+        "num_nextn_predict_layers": data.number("nextn_predict_layers", 0) or None,
         "attention_bias": data.has("blk.0.attn_q.bias"),
         "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
         "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
