@@ -110,24 +110,32 @@ class Engine(Protocol):
         ...
 
 
+def answer(run: Callable[[Job], dict[str, Any]]) -> None:
+    """Call `run` with the job of stdin, and print what it returns."""
+    job = json.load(sys.stdin)
+    results = os.dup(1)
+    os.dup2(2, 1)  # what an engine prints is no part of the result
+    result = run(job)
+    with open(results, "w") as file:
+        json.dump(result, file)
+
+
 def serve(distribution: str, load: Callable[[Job], Engine], prepare: Callable[[Job], None] | None = None) -> None:
     """Run the job of stdin.
 
     distribution: the name of the engine's package. load: load the checkpoint. prepare: convert it.
     """
-    job = json.load(sys.stdin)
-    results = os.dup(1)
-    os.dup2(2, 1)  # what an engine prints is no part of the result
-    if job["action"] == "prepare":
-        if prepare is not None:
-            prepare(job)
-        result: dict[str, Any] = {}
-    elif job["action"] == "losses":
-        result = {"losses": load(job).losses(job["prompts"])}
-    else:
-        result = measure(load(job), job) | {"version": version(distribution)}
-    with open(results, "w") as file:
-        json.dump(result, file)
+
+    def run(job: Job) -> dict[str, Any]:
+        if job["action"] == "prepare":
+            if prepare is not None:
+                prepare(job)
+            return {}
+        if job["action"] == "losses":
+            return {"losses": load(job).losses(job["prompts"])}
+        return measure(load(job), job) | {"version": version(distribution)}
+
+    answer(run)
 
 
 def measure(engine: Engine, job: Job) -> dict[str, Any]:

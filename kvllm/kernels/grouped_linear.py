@@ -14,6 +14,27 @@ _COLUMNS, _CHANNELS = 64, 64
 
 
 @triton.jit
+def tile_of_group(ends, tile, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """The group whose tile of rows this is, the first of these rows, and where those of the group end: no later than
+    the first where there is no such tile."""
+    group = tl.arange(0, GROUPS_PADDED)
+    end = tl.load(ends + group, mask=group < GROUPS, other=0)
+    begin = tl.load(ends + group - 1, mask=(group > 0) & (group < GROUPS), other=0)
+    tiles = (tl.maximum(end - begin, 0) + ROWS - 1) // ROWS
+    last_tile = tl.cumsum(tiles, 0)
+    mine = (group < GROUPS) & (last_tile > tile) & (last_tile - tiles <= tile)
+    own = tl.sum(tl.where(mine, group, 0), 0).to(tl.int64)
+    first = tl.sum(tl.where(mine, begin + (tile - (last_tile - tiles)) * ROWS, 0), 0)
+    return own, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+def tiles_of_groups(num_rows: int, num_groups: int) -> tuple[int, int]:
+    """Rows of a tile, and most tiles that so many rows of groups can have."""
+    rows = 16 if num_rows <= 16 * num_groups else 64
+    return rows, min(num_rows, num_groups + num_rows // rows)
+
+
+@triton.jit
 def _multiply_tile(
     output,
     x,
@@ -30,17 +51,8 @@ def _multiply_tile(
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS_PADDED)
-    end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
-    begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
-    tiles = (tl.maximum(end - begin, 0) + ROWS - 1) // ROWS
-    last_tile = tl.cumsum(tiles, 0)
-    mine = (expert < EXPERTS) & (last_tile > tile) & (last_tile - tiles <= tile)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        own = tl.sum(tl.where(mine, expert, 0), 0).to(tl.int64)
-        first = tl.sum(tl.where(mine, begin + (tile - (last_tile - tiles)) * ROWS, 0), 0)
-        stop = tl.sum(tl.where(mine, end, 0), 0)
+    own, first, stop = tile_of_group(ends, tl.program_id(0), EXPERTS, EXPERTS_PADDED, ROWS)
+    if first < stop:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         channel = tl.arange(0, CHANNELS)
@@ -79,8 +91,7 @@ def grouped_linear(
     num_rows, depth = x.shape
     num_experts, width = weight.shape[:2]
     output = x.new_empty(num_rows, width)
-    rows = 16 if num_rows <= 16 * num_experts else 64
-    most_tiles = min(num_rows, num_experts + num_rows // rows)
+    rows, most_tiles = tiles_of_groups(num_rows, num_experts)
     _multiply_tile[(most_tiles, triton.cdiv(width, _COLUMNS))](
         output,
         x,

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that hold one projection of all experts, as gpt-oss has them."""
+"""Tensors of a checkpoint that hold one projection of all experts, as gpt-oss and Gemma 4 have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvllm.files.groups import Groups
 from kvllm.models.experts import GroupedLinear
 from kvllm.models.layers import Weight
 from kvllm.models.weight_format import WeightFormat
+from kvllm.models.weights import MatrixRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,26 @@ class ExpertMatrices(Weight):
     def write_expert(self, expert: int, matrix: torch.Tensor) -> None:
         """One expert's matrix `[out_features, in_features]`."""
         self.linear.weight.write(expert * self.linear.stride, matrix[self.outputs, self.inputs])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows(ExpertMatrices):
+    """A tensor `[experts, out_features, in_features]`, which no checkpoint quantizes."""
+
+    @classmethod
+    def of(
+        cls, linear: GroupedLinear, shape: tuple[int, int], outputs: torch.Tensor, inputs: slice = slice(None)
+    ) -> ExpertRows:
+        """shape: of one expert's matrix in the checkpoint."""
+        target = MatrixRows(linear.weight, 0, linear.weight.out_features)
+        return cls((linear.num_experts, *shape), target, linear=linear, outputs=outputs, inputs=inputs)
+
+    def is_quantized(self, form: WeightFormat | None) -> bool:
+        return False
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        for expert, matrix in enumerate(values, first):
+            self.write_expert(expert, matrix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,10 @@ class ExpertsMLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks."""
-        probabilities, experts = self.route(x)
+        return self.compute(x, *self.route(x))
+
+    def compute(self, x: torch.Tensor, probabilities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The same, by what `route` has found."""
         rows = SortedRows.sort(experts, self.experts.count)
         gate_up = self.gate_up.forward(x[rows.order // self.experts.per_token], rows)
         return self.shard.all_reduce(

@@ -1,4 +1,4 @@
-"""Gemma 4, text without experts: Gemma 3 with larger heads in full layers, KV pairs that several layers attend, and
+"""Gemma 4, text: Gemma 3 with larger heads in full layers, KV pairs that several layers attend, and
 inputs of every layer.
 
 The cache has heads of one size. `PackedAttention` packs small heads beside each other, or pads them with zeros.
@@ -19,7 +19,9 @@ from kvllm.models.base import Decoder, Family
 from kvllm.models.config import ConfigKeys, ModelConfig, check_size, refuse
 from kvllm.models.elementwise import add_rms_norm, rms_norm
 from kvllm.models.gemma2 import GELU, GemmaLayer
+from kvllm.models.gemma4_experts import Gemma4Experts
 from kvllm.models.layers import LMHead, QKVLinear, VocabEmbedding, Weight, whole
+from kvllm.models.mixture import Experts, make_experts
 from kvllm.models.parts import MLP, GatedMLP, SelfAttention, TokenMixer, norm_weight, normalized
 from kvllm.models.rope import FULL, SLIDING, TopKeys, read_rope
 from kvllm.models.rotary import rotary_table
@@ -54,6 +56,9 @@ class Gemma4Keys(ConfigKeys, kw_only=True):
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
     hidden_size_per_layer_input: int = 256
     vocab_size_per_layer_input: int = 262144
 
@@ -103,6 +108,7 @@ def read(keys: Gemma4Keys) -> dict[str, Any]:
         "num_kv_heads": cached.kv_heads,
         "head_dim": cached.head_dim,
         "two_sizes": sizes,
+        "experts": _experts(keys) if keys.enable_moe_block else None,
         "rope": read_rope(keys.rope_keys(), cached.head_dim),
         "second_rope": read_rope(keys.sliding_rope_keys(), sizes.sliding.head_dim),
         "second_rope_layers": tuple(i for i in range(own) if slides[i]),
@@ -116,8 +122,6 @@ def read(keys: Gemma4Keys) -> dict[str, Any]:
 
 
 def _refuse_others(keys: Gemma4Keys) -> None:
-    if keys.enable_moe_block:
-        refuse("enable_moe_block is true: experts beside an MLP")
     if keys.attention_bias:
         refuse("attention_bias is true: projections to heads have a bias")
     if keys.hidden_activation not in (None, GELU):
@@ -130,6 +134,11 @@ def _refuse_others(keys: Gemma4Keys) -> None:
         )
     if keys.sliding_window is None:
         refuse("sliding_window is null")
+
+
+def _experts(keys: Gemma4Keys) -> Experts:
+    sizes = keys.num_experts or 0, keys.top_k_experts or 0, keys.moe_intermediate_size or 0
+    return make_experts(*sizes, shared_intermediate_size=keys.intermediate_size)
 
 
 def _two_sizes(keys: Gemma4Keys) -> TwoSizes:
@@ -341,13 +350,15 @@ class LayerInputGate:
 
 
 class Gemma4Layer(GemmaLayer):
-    """A layer whose result is multiplied by a learned number, after an input of its own, if there is one."""
+    """A layer whose result is multiplied by a learned number, after an input of its own, if there is one. It may have
+    experts beside the MLP."""
 
     def __init__(
         self,
         number: int,
         inputs: LayerInputs | None,
         config: ModelConfig,
+        shard: Shard,
         attention: TokenMixer,
         mlp: MLP,
         dtype: torch.dtype,
@@ -357,20 +368,26 @@ class Gemma4Layer(GemmaLayer):
         self.number = number
         self.scalar = torch.empty(1, dtype=dtype, device=device)
         self.input_gate = LayerInputGate(config, inputs, dtype, device) if inputs else None
+        self.experts = Gemma4Experts(config, shard, dtype, device) if config.experts else None
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        of_input = self.input_gate.weights(prefix) if self.input_gate else {}
-        return {**super().weights(prefix), f"{prefix}.layer_scalar": whole(self.scalar), **of_input}
+        found = {**super().weights(prefix), f"{prefix}.layer_scalar": whole(self.scalar)}
+        for part in (self.experts, self.input_gate):
+            found |= part.weights(prefix) if part else {}
+        return found
 
     def allocate(self, packing: Packing) -> None:
         super().allocate(packing)
-        if self.input_gate:
-            self.input_gate.allocate(packing)
+        for part in (self.experts, self.input_gate):
+            if part:
+                part.allocate(packing)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         x = normalized(self.attention.finish(attended), self.attention_output_norm, self.eps)
         x = add_rms_norm(residual, x, self.post_attention_norm, self.eps)
-        residual.add_(normalized(self.mlp.forward(x), self.mlp_output_norm, self.eps))
+        added = self.mlp.forward(x)
+        added = self.experts.beside(added, residual) if self.experts else added
+        residual.add_(normalized(added, self.mlp_output_norm, self.eps))
         if self.input_gate:
             residual.add_(self.input_gate.forward(residual, self.number))
         residual.mul_(self.scalar)
@@ -444,7 +461,7 @@ def build(
         wide = sizes.wide and not owns
         inner = config.intermediate_size * (2 if wide else 1)
         mlp = GatedMLP(config, shard, dtype, device, inner=inner, gelu=True)
-        layers.append(Gemma4Layer(number, inputs, config, attention, mlp, dtype, device))
+        layers.append(Gemma4Layer(number, inputs, config, shard, attention, mlp, dtype, device))
     final_norm = norm_weight(config, config.hidden_size, dtype, device)
     head = LMHead(embedding, config.tie_word_embeddings or not config.generates, shard)
     model = Gemma4Decoder(embedding, layers, final_norm, head, config)

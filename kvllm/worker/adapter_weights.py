@@ -41,19 +41,22 @@ def adaptable_shapes(config: ModelConfig) -> Shapes:
     return {name: (each.shape[0], each.shape[1]) for name, each in adaptable_weights(model.weights()).items()}
 
 
-def adapter_bytes(weights: dict[str, Weight], rank: int, dtype: torch.dtype) -> int:
-    """Bytes of an adapter that changes all of these, each with matrices of that rank."""
+def adapted_matrices(weights: dict[str, Weight], rank: int) -> dict[LinearWeight, int]:
+    """The matrices of these, each with the rank of an adapter that changes all its projections with that rank."""
     ranks = Counter[LinearWeight]()
     for weight in weights.values():
         assert isinstance(weight.target, MatrixRows)
         ranks[weight.target.matrix] += rank
-    numbers = sum(even(total) * (matrix.in_features + matrix.out_features) for matrix, total in ranks.items())
-    return numbers * dtype.itemsize
+    return {matrix: even(total) for matrix, total in ranks.items()}
 
 
-def read_adapter(
-    adapter: Adapter, weights: dict[str, Weight], dtype: torch.dtype, device: torch.device
-) -> dict[LinearWeight, LowRank]:
+def adapter_bytes(weights: dict[str, Weight], rank: int, dtype: torch.dtype) -> int:
+    """Bytes of an adapter that changes all of these, each with matrices of that rank."""
+    ranks = adapted_matrices(weights, rank).items()
+    return sum(total * (matrix.in_features + matrix.out_features) for matrix, total in ranks) * dtype.itemsize
+
+
+def read_adapter(adapter: Adapter, weights: dict[str, Weight], dtype: torch.dtype) -> dict[LinearWeight, LowRank]:
     """A rank's part of an adapter, for each of its matrices that the adapter changes.
 
     weights: of the rank's model that adapters may change. Raises RequestError if the files are not what was checked.
@@ -71,4 +74,4 @@ def read_adapter(
             down = file.get_tensor(pair.a).float().narrow(1, weight.first_column, matrix.in_features)
             up = file.get_tensor(pair.b).float()[weight.rows(0, count)] * pair.scale
             parts.setdefault(matrix, []).append((weight.target.first, down, up))
-    return {matrix: LowRank.of(matrix.out_features, of_matrix, dtype, device) for matrix, of_matrix in parts.items()}
+    return {matrix: LowRank.of(matrix.out_features, of_matrix, dtype) for matrix, of_matrix in parts.items()}

@@ -36,6 +36,7 @@ from kvllm.tokenizer import load_tokenizer
 from kvllm.worker import host_memory
 from kvllm.worker.draft_model import DraftModel
 from kvllm.worker.graphs import cuda_capture
+from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.mtp_model import MTPModel
@@ -160,13 +161,14 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         model = load_shard(settings, shard, device)
         draft = _load_draft(settings.draft, model, device) if settings.draft and shard.rank == 0 else None
         store = _host_store(settings, shard, device)
+        adapters = LoadedAdapters(model, engine, DTYPES[settings.dtype], device) if engine.max_loras else None
     if utilization is not None:
-        probe = _runner(settings, shard, model, small, method, store, draft)
+        probe = _runner(settings, shard, model, small, method, store, draft, adapters)
         fitting = _fitting_blocks(probe, engine, utilization, stream)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
         backend = _backend(settings, shard, device, num_blocks + engine.num_draft_blocks)
-        runner = _runner(settings, shard, model, backend, method, store, draft)
+        runner = _runner(settings, shard, model, backend, method, store, draft, adapters)
     if device.type == "cuda" and utilization is None:  # no request shall wait until kernels are compiled
         launch_rare_kernels(runner)
         run_heaviest_steps(runner, engine)
@@ -223,6 +225,7 @@ def _runner(
     method: WithModelInputs | None,
     store: HostStore | None,
     draft: Decoder | None,
+    adapters: LoadedAdapters | None,
 ) -> ModelRunner:
     engine = settings.engine
     return ModelRunner(
@@ -235,6 +238,7 @@ def _runner(
         grammars=make_grammars(settings),
         store=store,
         draft=_draft_model(settings, settings.draft, draft, backend.cache) if settings.draft and draft else None,
+        adapters=adapters,
     )
 
 

@@ -58,7 +58,6 @@ def fitting_blocks(
     step_bytes = _peak(lambda: run_heaviest_steps(probe, config)) + _peak(lambda: run_largest_transfers(probe))
     block_bytes, graph_bytes = probe.bytes_per_block, 0
     in_use, total = _bytes_in_use(probe)
-    step_bytes += probe.adapters.most_bytes if probe.adapters else 0
     left = int(total * utilization) - in_use - step_bytes
     if graph_stream and left > block_bytes:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
@@ -68,7 +67,7 @@ def fitting_blocks(
     if blocks < 1:
         raise ConfigError(
             f"gpu_memory_utilization={utilization} leaves no memory for the KV pool: of {total / GIB:.1f} GiB, "
-            f"{in_use / GIB:.1f} are in use once the model is loaded, steps and adapters take {step_bytes / GIB:.1f} "
+            f"{in_use / GIB:.1f} are in use once the model is loaded, steps take {step_bytes / GIB:.1f} "
             f"and CUDA graphs {graph_bytes / GIB:.1f} more. Raise it, lower max_num_batched_tokens or max_num_seqs, "
             "share the model among GPUs with tensor_parallel_size, or end what else uses this one"
         )

@@ -49,8 +49,8 @@ class ModelRunner:
     eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
-    draft: the model that drafts, where tokens are sampled. kernel_warning: of kernels that are slower here than they
-    should be.
+    draft: the model that drafts, where tokens are sampled. adapters: of `model`, if it takes any. kernel_warning: of
+    kernels that are slower here than they should be.
     """
 
     kernel_warning: str | None = None
@@ -66,12 +66,14 @@ class ModelRunner:
         grammars: Grammars | None = None,
         store: HostStore | None = None,
         draft: DraftModel | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.cache = backend.cache
         self.device = self.cache.data.device
         self.store = store
+        self.adapters = adapters
         self.operations = make_operations(self.cache)
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids
@@ -80,7 +82,6 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.tables = PartTables.of(config)
-        self.adapters = adapters = self._adapters(config)
         if config.num_draft_blocks:
             draft = SelfModel(model, backend, config, adapters)
         worker = WorkerParts(model, config, self.operations, backend, self.tables, store, draft, adapters)
@@ -95,12 +96,6 @@ class ModelRunner:
         self._last = Launched()
         self._batches = BatchKeeper()
         self.bytes_per_block = self.cache.shape.bytes_per_block + (draft.bytes_per_block if draft else 0)
-
-    def _adapters(self, config: EngineConfig) -> LoadedAdapters | None:
-        if not config.max_loras:
-            return None
-        dtype = self.cache.shape.dtype
-        return LoadedAdapters(self.model, config, dtype, self.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""

@@ -22,7 +22,7 @@ CHANGES: tuple[dict[str, Any], ...] = ({}, {"allowed_token_ids": [0]})
 @torch.inference_mode()
 def launch_rare_kernels(runner: ModelRunner) -> None:
     """Launch each variant of the kernels that sample, the one that copies blocks, which writes block 0 over itself, and
-    those that experts have for few rows, which only graphs would launch otherwise.
+    those that experts and adapters have for few rows, which only graphs would launch otherwise.
 
     All ranks do it together.
     """
@@ -31,6 +31,8 @@ def launch_rare_kernels(runner: ModelRunner) -> None:
     hidden = runner.model.embedding.forward(first)
     for layer in runner.model.layers:
         layer.mlp.forward(hidden)
+    if runner.adapters:
+        runner.adapters.launch_few()
     part, parts = runner.model.logits(hidden, rounded=reads_in_place(hidden)), runner.forward_pass.parts
     parts.most_likely(part)
     logits = parts.gather(part, [0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import peers
+from benchmarks import embeddings, peers
 from benchmarks.common import limits, workloads
 from benchmarks.peers_engines.environments import PeerFiles, write_gguf_file
 from benchmarks.peers_engines.protocol import ChildFailed, call
@@ -297,6 +297,7 @@ def test_a_small_pool_is_for_engines_that_have_one():
 
 
 def test_every_environment_is_pinned_and_used():
-    assert {engine.environment for engine in ENGINES.values()} == {None, *ENVIRONMENTS}
+    used = {engine.environment for engine in ENGINES.values()} | {*embeddings.ENGINES.values()}
+    assert used == {None, *ENVIRONMENTS}
     for environment in ENVIRONMENTS.values():
         assert all("==" in requirement for requirement in environment.requirements)

@@ -30,12 +30,12 @@ NAMES = (
     *("mistral", "mixtral", "qwen2", "qwen2-tied-sharded", "qwen3", "qwen3-tied-sharded", "qwen3-moe"),
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
-    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "falcon-h1"),
-    "falcon-h1-norm",
+    *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "gemma4-experts"),
+    *("falcon-h1", "falcon-h1-norm"),
 )
 QUANTIZED = (
     *(("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4)),
-    ("qwen3.5", Type.Q8_0),
+    *(("qwen3.5", Type.Q8_0), ("gemma4-experts", Type.Q8_0)),
 )
 
 
@@ -105,12 +105,6 @@ def test_a_layer_that_predicts_later_tokens_is_left_out(tmp_path: Path) -> None:
     theirs.model.layers = theirs.model.layers[:3]
     theirs.config.num_hidden_layers = 3
     assert_logits_of_transformers(tmp_path / "model.gguf", theirs)
-
-
-def test_experts_of_gemma_4_are_refused(tmp_path: Path) -> None:
-    make(tmp_path / "model.gguf", "gemma4", change=lambda writer: writer.add_expert_count(4))
-    with pytest.raises(CheckpointError, match="enable_moe_block is true: experts beside an MLP"):
-        load_model_config(tmp_path / "model.gguf")
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:

@@ -46,6 +46,17 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 
 
+NEAR_ONE_OR_ZERO = (
+    "norm.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "bias",
+    "layer_scalar",
+    "router.scale",
+    "expert_scale",
+)
+
+
 def make_checkpoint(
     path: Path, family: str, *, seed: int = 0, sharded: bool = False, dtype: str = "float32", **options: Any
 ) -> torch.nn.Module:
@@ -65,7 +76,7 @@ def make_checkpoint(
     with torch.no_grad():
         # transformers starts norms at one and biases at zero
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("norm.weight", "bias", "layer_scalar")):
+            if name.endswith(NEAR_ONE_OR_ZERO):
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
     return model

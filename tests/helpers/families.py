@@ -290,6 +290,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma4-experts": {
+        **GEMMA4,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "num_hidden_layers": 3,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "gemma3-images": {
         "family": "gemma3",
         "head_dim": 16,

@@ -43,7 +43,13 @@ WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi
 WITH_EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 NORMS_PLUS_ONE = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
-ROUTERS = (".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
+ROUTERS = (
+    ".router.weight",
+    ".router.proj.weight",
+    "mlp.gate.weight",
+    "block_sparse_moe.gate.weight",
+    "feed_forward.gate.weight",
+)
 RENAMED = {
     "proj_bias": "proj.bias",
     "correction_bias": "correction.bias",
@@ -53,6 +59,8 @@ RENAMED = {
     "layer_scalar": "layer_scalar.weight",
 }
 """Ends of names as the converter has them before it asks for those in a file."""
+SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+"""Of Gemma 4, by the matrices that have them in a file."""
 PERMUTED = ("granite", "llama", "smollm3")
 """Those whose queries and keys the converter permutes."""
 
@@ -185,6 +193,10 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     heads = [(sliding if each else full).num_key_value_heads for each in slides]
     writer.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
@@ -236,7 +248,7 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         values = value_heads(values, 1, config, back=True) if columns_move else values
         with torch.no_grad():
             parameter.copy_(values.transpose(1, 2) if transposed else values)
-        if "experts.gate_up_proj" in name:
+        if "experts.gate_up_proj" in name and config.model_type != "gemma4_text":
             halves = (raw[:, ::2], raw[:, 1::2]) if config.model_type == "gpt_oss" else np.split(raw, 2, axis=1)
             suffix = "bias" if name.endswith("bias") else "weight"
             for part, half in zip(("gate", "up"), halves, strict=True):
@@ -249,8 +261,10 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         for end, renamed in RENAMED.items():
             name = name.removesuffix(end) + renamed if name.endswith(end) else name
         found = names.get_name(name, (".weight", ".bias"))
+        for end, module in SCALES.items():
+            found = f"blk.{name.split('.')[2]}.{module}.scale" if name.endswith(end) else found
         assert found is not None, name
-        found += "" if found.endswith((".weight", ".bias", ".ssm_a", ".ssm_d", ".ffn_norm")) else ".weight"
+        found += "" if found.endswith((".weight", ".bias", ".scale", ".ssm_a", ".ssm_d", ".ffn_norm")) else ".weight"
         yield found, _converted(found, raw, config), kind
 
 

@@ -227,10 +227,21 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     for of_experts in (x, torch.zeros(300 + rows, 6144, dtype=dtype)):
         grouped_linear(of_experts, experts, bias, ends.long())
         grouped_linear(of_experts, experts, None, ends.long())
+    launch_low_rank(dtype, rows)
     launch_recurrent(dtype, rows)
     positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+def launch_low_rank(dtype: torch.dtype, rows: int) -> None:
+    """Of adapters, of a matrix with one projection and of one with three: of few tokens, and of many."""
+    from kvllm.kernels.low_rank import add_low_rank
+
+    for rank, tokens in itertools.product((16, 192), (rows, 300 + rows)):
+        x, product = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 2560, dtype=dtype)
+        down, up = torch.zeros(4, rank, 2048, dtype=dtype), torch.zeros(4, 2560, rank, dtype=dtype)
+        add_low_rank(product, x, down, up, ints(4), ints(tokens).long(), ints(4).long())
 
 
 def launch_float32_norms(dtype: torch.dtype, rows: int) -> None:

@@ -29,6 +29,7 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
+from kvllm.lora.product import NO_ADAPTER, AdapterRows, add_plainly
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers import attention_cases, recurrent_checks
@@ -536,6 +537,33 @@ def products_of_experts() -> None:
                 expected = exact if added is None else exact + added[experts].double()
                 found = grouped_linear(x, weight, added, ends)
                 torch.testing.assert_close(found.double(), expected, atol=30 * tolerance, rtol=tolerance)
+
+
+@check
+def products_of_adapters() -> None:
+    """Of tokens without one, of one without tokens, of one that changes nothing, and of lower ranks, beside which there
+    is whatever was; sizes that no tile divides, one and several parts of the channels; a matrix whose first rows alone
+    are multiplied."""
+    from kvllm.kernels.low_rank import add_low_rank
+
+    for tokens, depth, width, ranks in (
+        (21, 2100, 70, (6, 64, 0, 5)),
+        (300, 1030, 40, (4, 12, 2)),
+        (1, 72, 100, (70, 20)),
+        (3, 72, 100, (3,)),
+    ):
+        most, rank = len(ranks), max(ranks)
+        numbers = randn(tokens, seed=5).mul(10).long() % (most + 1)
+        numbers[numbers >= most - (most > 3)] = NO_ADAPTER
+        rows = AdapterRows(numbers, most)
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 4e-3)):
+            x, product = randn(tokens, depth, dtype=dtype), randn(tokens, width, dtype=dtype, seed=1)
+            down, up = randn(most, rank, depth, dtype=dtype, seed=2), randn(most, width + 3, rank, dtype=dtype, seed=3)
+            down /= depth**0.5
+            exact, held = product.double(), torch.arange(rank) < torch.tensor(ranks)[:, None]
+            add_plainly(exact, x.double(), (down * held[..., None]).double(), (up * held[:, None]).double(), numbers)
+            add_low_rank(product, x, down, up, torch.tensor(ranks, dtype=torch.int32), *rows.sorted)
+            torch.testing.assert_close(product.double(), exact, atol=4 * tolerance, rtol=tolerance)
 
 
 @check

@@ -357,7 +357,7 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
         ("falcon-h1", {"mamba_proj_bias": True}, "mamba_proj_bias is true: projections of Mamba-2 heads have a bias"),
         ("falcon-h1", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1\]: steps have bounds"),
         ("falcon-h1", {"lm_head_multiplier": 0}, "lm_head_multiplier is 0.0, but must be at least"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block is true: experts beside an MLP"),
+        ("gemma4", {"enable_moe_block": True}, "num_experts is 0, but must be at least 1"),
         ("gemma4", {"num_kv_shared_layers": 4}, "those before have not all kinds of layer_types"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5 of 5 layers"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is given"),

@@ -49,6 +49,7 @@ CASES = (
     "gemma3",
     "gemma3-images",
     "gemma4",
+    "gemma4-experts",
     "gpt-oss",
 )
 USUAL = (

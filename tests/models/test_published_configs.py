@@ -693,6 +693,31 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "gemma-4-26B-A4B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "model_type": "gemma4",
+        "text_config": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "sliding_window": 1024,
+            "top_k_experts": 8,
+            "use_bidirectional_attention": "vision",
+        },
+        "tie_word_embeddings": True,
+    },
     "gemma-4-31B-it": {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "dtype": "bfloat16",
@@ -809,6 +834,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 }
 TEXTS = {
     "gemma-4-E2B-it": ("Gemma4ForCausalLM", 15, 8, 1, 512, True, 1e6, (1, 106)),
+    "gemma-4-26B-A4B-it": ("Gemma4ForCausalLM", 30, 16, 4, 512, True, 1e6, (1, 106)),
     "gemma-4-31B-it": ("Gemma4ForCausalLM", 60, 32, 8, 512, True, 1e6, (1, 106)),
     "gemma-3-4b-it": ("Gemma3ForCausalLM", 34, 8, 4, 256, True, 1e6, (1, 106)),
     "Mistral-Small-3.1-24B-Instruct-2503": ("MistralForCausalLM", 40, 32, 8, 128, False, 1e9, ()),
@@ -840,6 +866,7 @@ WEIGHTS = {
     "GLM-4.5-Air": 106.85e9,
     "gemma-3-4b-it": 3.880e9,
     "gemma-4-E2B-it": 4.628e9,
+    "gemma-4-26B-A4B-it": 25.23e9,
     "gemma-4-31B-it": 30.70e9,
     "Qwen2.5-VL-7B-Instruct": 7.616e9,
 }

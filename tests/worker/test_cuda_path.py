@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +23,16 @@ import torch
 
 from kvllm import LLM, SamplingParams, engine_builder
 from kvllm.core.protocol import StepPlan, StepResult
+from kvllm.lora.request import LoRARequest
+from kvllm.memory_plan import plan_memory
+from kvllm.models.config import load_model_config
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.features.ragged_lengths import RaggedLengths
-from kvllm.worker.memory import fitting_blocks, measure_graphs
+from kvllm.worker.memory import measure_graphs
 from kvllm.worker.transfer import Download, to_device_early
+from tests.helpers.adapters import ATTENTION, MLP, make_adapter
 from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.compressions import paper_compression
 from tests.helpers.cuda_stand_in import Device, DeviceTensor, stand_in, without_first_launches
@@ -104,11 +109,16 @@ def make_llm(path: Path, device: str, **options: Any) -> LLM:
         return LLM(path, device=device, dtype="float32", max_model_len=64, block_size=16, **options)
 
 
-def run(llm: LLM, requested: list[SamplingParams], step: Callable[[], Any]) -> list[RequestOutput]:
+def run(
+    llm: LLM,
+    requested: list[SamplingParams],
+    step: Callable[[], Any],
+    adapters: Sequence[LoRARequest | None] = (None, None),
+) -> list[RequestOutput]:
     engine = llm.llm_engine
     outputs = [
-        engine.add_request(str(i), prompt, each)
-        for i, (prompt, each) in enumerate(zip(PROMPTS, requested, strict=True))
+        engine.add_request(str(i), prompt, each, lora_request=adapter)
+        for i, (prompt, each, adapter) in enumerate(zip(PROMPTS, requested, adapters, strict=True))
     ]
     while engine.has_unfinished_requests():
         step()
@@ -236,14 +246,35 @@ def check_drafts(path: Path, config: dict[str, Any]) -> None:
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
 
 
+def check_adapters(path: Path) -> None:
+    """Chunks and decodes of two, then of a third one in the place of the first beside none."""
+    modules, requests = {"all": (*ATTENTION, *MLP), "mlp": MLP, "output": ("o_proj",)}, {None: None}
+    for rank, (name, of_name) in enumerate(modules.items(), 3):
+        adapter = make_adapter(path / name, path, of_name, rank=rank, seed=rank, std=0.3)
+        requests[name] = LoRARequest(name, rank, str(adapter))
+    batches = [[requests[name] for name in names] for names in (("all", "mlp"), ("output", None), (None, "mlp"))]
+    options, requested = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, [params(max_tokens=4)] * 2
+    llm = make_llm(path, "cpu", **options)
+    expected = [run(llm, requested, llm.llm_engine.step, batch) for batch in batches]
+    with stand_in() as device, patch.object(graph_sizes, "LEAST_CHUNK_TOKENS", MOST_RECORDED_TOKENS):
+        on_device = make_llm(path, "cuda", **options)
+        with watched(device, on_device, greedy=True):
+            found = [run(on_device, requested, on_device.llm_engine.step, batch) for batch in batches]
+    for request, other in zip(chain(*found), chain(*expected), strict=True):
+        assert request.outputs[0].token_ids == other.outputs[0].token_ids
+        assert request.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
+    assert len({tuple(request.outputs[0].token_ids) for batch in found for request in batch}) == 5
+
+
 def check_drafts_of_a_layer(family: str) -> None:
     with TemporaryDirectory() as directory:
         path = make_with_mtp(Path(directory), family)
         check_drafts(path, {"method": "mtp", "num_speculative_tokens": 4})
 
 
+ADAPTERS = "adapters"
 LONG = ("kara", "h2o", "int8, adakv", LAYER_DRAFTS, RECURRENT_DRAFTS)
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in (*cases(), *DRAFTS)]
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in (*cases(), ADAPTERS, *DRAFTS)]
 
 
 def run_cases(*, long: bool) -> None:
@@ -258,6 +289,7 @@ def run_cases(*, long: bool) -> None:
             for name, case in cases().items()
         }
         checks[MODEL_DRAFTS] = partial(check_drafts, Path(directory), drafts_of(Path(directory)))
+        checks[ADAPTERS] = partial(check_adapters, Path(directory))
         checks[LAYER_DRAFTS] = partial(check_drafts_of_a_layer, "glm4-moe")
         checks[RECURRENT_DRAFTS] = partial(check_drafts_of_a_layer, "qwen3.5")
         for name, check in checks.items():
@@ -286,15 +318,13 @@ def measured_graphs(path: Path) -> list[Any]:
 
 
 def kept_for_adapters(path: Path) -> list[int]:
-    """Bytes of blocks that do not fit beside adapters, and those of as many adapters as may be in use."""
-    with stand_in():
-        llm = make_llm(path, "cuda", enforce_eager=True, enable_lora=True, max_loras=2)
-        runner = llm.llm_engine.executor.runner
-        adapters, blocks = runner.adapters, []
-        for runner.adapters in (None, adapters):
-            with patch.object(torch.cuda, "mem_get_info", lambda _: (15 * MIB, 16 * MIB)):
-                blocks.append(fitting_blocks(runner, llm.config, 0.9, None))
-        return [(blocks[0] - blocks[1]) * runner.bytes_per_block, adapters.most_bytes]
+    """Bytes that an engine has more if it takes adapters, before the first one comes, and those that are planned."""
+    taken, options = list[int](), {"enable_lora": True, "max_loras": 2}
+    for each in ({}, options):
+        with stand_in():
+            llm = make_llm(path, "cuda", enforce_eager=True, **each)
+            taken.append(torch.cuda.memory_allocated())
+    return [taken[1] - taken[0], plan_memory(load_model_config(path), llm.config, "float32").rank_adapter_bytes]
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +340,8 @@ def test_an_engine_on_the_stand_in(name: str, found: tuple[dict[str, str], list[
 
 
 def test_a_pool_leaves_room_for_adapters(found: tuple[dict[str, str], list[Any], list[int]]) -> None:
-    missing, adapters = found[2]
-    assert 0 < adapters <= missing < adapters + 4096  # a block
+    taken, planned = found[2]
+    assert 0 < planned <= taken < planned + 4096
 
 
 def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[Any], list[int]]) -> None:

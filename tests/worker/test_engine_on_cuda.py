@@ -12,6 +12,8 @@ import torch
 from kvllm import LLM, CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.errors import ConfigError
+from kvllm.lora.request import LoRARequest
+from tests.helpers.adapters import make_adapter
 from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.compressions import fitting, other
 from tests.helpers.devices import poisoned
@@ -142,3 +144,20 @@ def test_tokens_with_drafts_are_those_of_the_cpu(method: str, enforce_eager: boo
     found, expected = (tokens(each, random_prompts(256, LENGTHS), greedy(80)) for each in engines)
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 0.15 * len(expected)
     assert 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_tokens_with_adapters_are_those_of_the_cpu(enforce_eager: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", head_dim=32, initializer_range=0.2)
+    paths = [make_adapter(tmp_path / str(rank), tmp_path, rank=rank, seed=rank) for rank in (3, 16, 64)]
+    requests = [None, *(LoRARequest(path.name, 1, str(path)) for path in paths)]
+    prompts, found = random_prompts(256, LENGTHS), list[list[list[int]]]()
+    for device in ("cuda", "cpu"):
+        options: dict[str, Any] = {"enforce_eager": enforce_eager, "device": device, "dtype": "float32"}
+        llm = make_llm(
+            tmp_path, enable_lora=True, max_loras=2, max_lora_rank=64, num_gpu_blocks_override=200, **options
+        )
+        adapters = [requests[number % 4] for number in range(len(prompts))]
+        outputs = llm.generate(prompts, greedy(80), use_tqdm=False, lora_request=adapters)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert sum(a != b for a, b in zip(*found, strict=True)) <= 0.15 * len(prompts)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
@@ -25,6 +26,7 @@ from kvllm.worker.step_batch import StepBatch
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, records_chunks, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.gguf_files import write_gguf
 
 COUNT = 3
 LAYERS = 2
@@ -74,6 +76,31 @@ def make_with_mtp(path: Path, name: str, **options: Any) -> Path:
     return path
 
 
+def write_with_mtp(file: Path, name: str) -> Path:
+    """A file of the checkpoint of `make_with_mtp`, whose layer for drafts is the last one there."""
+    path = make_with_mtp(file.parent / "transformers", name)
+    layer, is_qwen = f"model.layers.{LAYERS}.", "qwen" in name
+    tensors = {key.replace("mtp.layers.0.", layer): each for key, each in load_file(path / "model.safetensors").items()}
+    parts = OF_QWEN if is_qwen else dict(zip(OF_QWEN, OF_QWEN, strict=True))
+    own = {there: tensors.pop(f"{'mtp.' if is_qwen else layer}{here}.weight") for there, here in parts.items()}
+    for copy in ("embed_tokens", "shared_head.head"):
+        tensors.pop(f"{layer}{copy}.weight", None)
+    kinds = {key: [*of_layers, of_layers[-1]] for key, of_layers in NAMES[name].items()}
+    whole = shutil.copytree(path, file.parent / "whole")
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    edit(whole, num_hidden_layers=LAYERS + 1, **kinds)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole)
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+        for part, tensor in own.items():
+            added = is_qwen and part.endswith("norm")  # as to all of its norms
+            writer.add_tensor(f"blk.{LAYERS}.nextn.{part.replace('.', '_')}.weight", (tensor + added).numpy())
+
+    write_gguf(file, model, change=add)
+    return file
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_with_mtp(tmp_path_factory.mktemp("glm4-moe"), "glm4-moe")
@@ -121,6 +148,16 @@ class Recorder:
             assert draft == mtp.draft(token_ids, hidden, first, len(draft))
         counts = self.llm.stats().drafts
         assert 0 < sum(counts.right) < counts.tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+def test_a_gguf_file_drafts_as_the_checkpoint(tmp_path: Path, name: str) -> None:
+    file, found = write_with_mtp(tmp_path / "model.gguf", name), []
+    for path in (file, tmp_path / "transformers"):
+        recorder = Recorder(path)
+        drafted = tokens(recorder.llm, random_prompts(256, (20, 7)), greedy(30))
+        found.append((drafted, [draft for _, _, _, draft in recorder.found]))
+    assert found[0] == found[1] and len(found[0][1]) > 20
 
 
 class Reference:

@@ -32,6 +32,8 @@ LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    **{f"nextn.{name}": name for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
+    **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("norm", "head")},
 }
 """Names in a layer, `blk.0.` there and `model.layers.0.` here. Other names stay, and are refused where they end up."""
 GEMMA = {
@@ -46,10 +48,11 @@ class Architecture:
     """One architecture.
 
     config: makes the keys of `config.json`. names: beside those of TOP and LAYER, or instead. whole: of tensors without
-        a suffix here. undo: what llama.cpp's converter has done to tensors.
+        a suffix here, by the name there with its suffix or without. undo: what llama.cpp's converter has done.
     experts: the name of a matrix of one expert, by that of the tensor of all.
     stacked: all experts have one tensor here, too, of several tensors there.
     joined: one tensor there that is several here, with the names that these would have there.
+    mtp: names in the layer after the last one, which is called `mtp` here; empty where it is called as the others.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
@@ -59,6 +62,7 @@ class Architecture:
     experts: dict[str, str] = field(default_factory=dict)
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    mtp: dict[str, str] = field(default_factory=dict)
 
 
 PROJECTIONS = ("gate", "up", "down")
@@ -84,6 +88,14 @@ QWEN35 = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+}
+QWEN_MTP = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+    "shared_head.head": "shared_head.head",
+    "embed_tokens": "embed_tokens",
 }
 DELTA = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
 QWEN_EXPERTS = {
@@ -118,8 +130,18 @@ ARCHITECTURES = {
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         },
-        whole={"layer_output_scale": "layer_scalar"},
+        whole={
+            "layer_output_scale": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
     ),
     "glm4": Architecture(
         config.glm4,
@@ -172,9 +194,9 @@ ARCHITECTURES = {
         {"ffn_gate_inp": "mlp.gate"},
         experts=EXPERTS,
     ),
-    "qwen35": Architecture(config.qwen35, QWEN35, whole=DELTA, undo=changes.gated_delta_net),
+    "qwen35": Architecture(config.qwen35, QWEN35, whole=DELTA, undo=changes.gated_delta_net, mtp=QWEN_MTP),
     "qwen35moe": Architecture(
-        config.qwen35_moe, QWEN35 | QWEN_EXPERTS, DELTA, changes.gated_delta_net, experts=EXPERTS
+        config.qwen35_moe, QWEN35 | QWEN_EXPERTS, DELTA, changes.gated_delta_net, EXPERTS, mtp=QWEN_MTP
     ),
     "qwen3next": Architecture(
         config.qwen35_moe,
@@ -183,6 +205,7 @@ ARCHITECTURES = {
         changes.gated_delta_net_in_turns,
         experts=EXPERTS,
         joined={"ssm_ba": ("ssm_beta", "ssm_alpha")},
+        mtp=QWEN_MTP,
     ),
     "smollm3": Architecture(config.smollm3, undo=changes.halves_of_heads),
 }
@@ -202,6 +225,19 @@ def renamed(
     architecture: Architecture, tensors: dict[str, GGUFTensor], keys: dict[str, Any]
 ) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
     """The tensors as transformers has them, with their names there. keys: of the config."""
+    last = f"model.layers.{keys['num_hidden_layers']}."
+    for name, tensor in _renamed(architecture, tensors, keys):
+        if not architecture.mtp or not name.startswith(last):
+            yield name, tensor
+            continue
+        module, _, suffix = name.removeprefix(last).rpartition(".")
+        yield f"mtp.{architecture.mtp.get(module, f'layers.0.{module}')}.{suffix}", tensor
+
+
+def _renamed(
+    architecture: Architecture, tensors: dict[str, GGUFTensor], keys: dict[str, Any]
+) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
+    """The same, with all layers called alike."""
     stacks: dict[str, dict[str, GGUFTensor]] = {}
     for name, tensor in _separate(architecture, tensors):
         if name in VECTORS:
@@ -214,8 +250,8 @@ def renamed(
         number, _, rest = name.removeprefix("blk.").partition(".")
         module, _, suffix = rest.rpartition(".") if "." in rest else (rest, "", "")
         prefix = f"model.layers.{number}"
-        if module in architecture.whole:
-            yield f"{prefix}.{architecture.whole[module]}", tensor
+        if whole := architecture.whole.get(rest, architecture.whole.get(module)):
+            yield f"{prefix}.{whole}", tensor
         elif module in architecture.experts and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 yield f"{prefix}.{architecture.experts[module].format(expert)}.{suffix}", tensor.expert(expert)

@@ -55,6 +55,7 @@ def glm4_moe(data: Metadata) -> dict[str, Any]:
     return config | {
         "architectures": ["Glm4MoeForCausalLM"],
         "num_hidden_layers": data.layers(),
+        "num_nextn_predict_layers": data.number("nextn_predict_layers", 0) or None,
         "attention_bias": data.has("blk.0.attn_q.bias"),
         "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
         "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
@@ -262,6 +263,9 @@ def gemma4(data: Metadata) -> dict[str, Any]:
     return config | {
         "architectures": ["Gemma4ForCausalLM"],
         "enable_moe_block": data.number("expert_count", 0) > 0,
+        "num_experts": data.number("expert_count", 0),
+        "top_k_experts": data.number("expert_used_count", 0),
+        "moe_intermediate_size": data.number("expert_feed_forward_length", 0),
         "head_dim": data.number("attention.key_length_swa"),
         "global_head_dim": config["head_dim"],
         "num_global_key_value_heads": full_heads,

@@ -56,12 +56,17 @@ class GGUFTensor:
 
     @property
     def form(self) -> GroupForm | None:
+        if len(self.shape) == 3:
+            return self.expert(0).form
         form = FORMS.get(self.type.name) if len(self.shape) == 2 and not self.undo else None
         if form and self.column_parts is not None and self.shape[1] // len(self.column_parts) % form.group:
             return None
         return form
 
     def read_groups(self, rows: slice | torch.Tensor) -> Groups:
+        if len(self.shape) == 3:  # the matrix of one expert
+            assert isinstance(rows, slice) and rows.stop - rows.start == 1
+            return self.expert(rows.start).read_groups(slice(None))
         rows = rows if self.order is None else self.order[rows]
         with np.errstate(all="ignore"):  # as in `_numbers`
             values, scales, minimums = decode(self.blocks[rows].contiguous().numpy(), self.type)
