@@ -31,6 +31,7 @@ from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
+from kvllm.models.layers import LMHead, VocabEmbedding
 from kvllm.models.rope import Rope
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
@@ -60,6 +61,9 @@ class GivenModel:
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         self.queries, self.keys, self.values = queries, keys, values
         self.num_query_heads = queries.shape[1]
+        self.lm_head = LMHead(
+            VocabEmbedding(2, 1, SingleRank(), torch.float32, torch.device("cpu")), True, SingleRank()
+        )
         self.slots: list[int] = []
 
     def forward(
