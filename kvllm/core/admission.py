@@ -40,7 +40,9 @@ class Admission:
         self._generated = self._allowed = 0.0  # tokens of sequences that have ended, the last ones above all
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence has ended: others are expected to end like it."""
+        """A sequence has ended: others are expected to end like it, unless it never ran."""
+        if not seq.num_generated:
+            return
         self._generated = FADING * self._generated + seq.num_generated
         self._allowed = FADING * self._allowed + seq.max_length - seq.prompt_length
 
@@ -62,8 +64,8 @@ class Admission:
         return self._low + int(growth) + seq.forks_pending  # each fork will copy the block that it writes first
 
     def growth(self, sequences: Iterable[Sequence]) -> float:
-        """Blocks to leave to sequences. Windows of different ones are at different points: half of what they add before
-        they have one to compress is needed at once."""
+        """Blocks to leave to sequences: of each, half of what it adds before it has a window to compress, as windows of
+        different ones are at different points, or its part of RESERVE, if that is more."""
         return sum(max(self._until_window(seq) / 2, RESERVE * self._until_end(seq)) for seq in sequences)
 
     def _until_window(self, seq: Sequence) -> int:
