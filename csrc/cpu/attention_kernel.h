@@ -421,6 +421,33 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
   }
 }
 
+// Queries with which it pays to pack codes of keys, and to decode those of values, once a tile.
+constexpr int kDecodingQueries = 2 * kRowBlock + 1;
+
+// The values of a tile as floats, in the order of load_two: those of codes, for many queries.
+template <class T>
+struct DecodedValues {
+  float* const memory;  // [kTilePairs, head_dim], null where values are multiplied as they are
+  const float* rows[kTilePairs];
+
+  DecodedValues(int num_queries, float* memory)
+      : memory(is_codes<T> && num_queries >= kDecodingQueries ? memory : nullptr) {}
+
+  void decode(const T* const* values, int count, int head_dim) {
+    if (memory == nullptr) return;
+    for (int pair = 0; pair < count; ++pair) {
+      float* const row = memory + pair * head_dim;
+      rows[pair] = row;
+      for (int channel = 0; channel < head_dim; channel += 2 * kLanes) {
+        Vec two[2];
+        load_two(values[pair] + elements<T>(channel), two);
+        store(row + channel, two[0]);
+        store(row + channel + kLanes, two[1]);
+      }
+    }
+  }
+};
+
 // The queries of a tile, and the keys that they are multiplied with.
 template <class T, class KV>
 struct TileScores {
@@ -439,7 +466,7 @@ struct TileScores {
         num_words(head_dim / Product::kChannels),
         query_floats(num_words * Product::kFactors),
         queries(workspace),
-        packed_keys(workspace + kMaxQueries * head_dim) {
+        packed_keys(workspace + kPackedRow * head_dim) {
     for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
@@ -465,9 +492,13 @@ struct TileAttention {
   const QueryTile& tile;
   const int head_dim;
   const TileScores<T, KV> products;
+  DecodedValues<Value> decoded;
 
   TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
-      : tile(tile), head_dim(head_dim), products(tile, head_dim, scale, workspace) {}
+      : tile(tile),
+        head_dim(head_dim),
+        products(tile, head_dim, scale, workspace),
+        decoded(tile.count, workspace + kDecodedRow * head_dim) {}
 
   template <int kRows>
   void keep_scores(int first, const TilePairs<KV>& pairs, const float* scores) const {
@@ -483,7 +514,6 @@ struct TileAttention {
   void attend_queries(int first, const TilePairs<KV>& pairs, const PairParameters<KV>& parameters,
                       const TilePairs<KV>* next, const PartialSoftmax& result) const {
     const typename KV::Key* const* next_keys = next == nullptr ? nullptr : next->keys;
-    constexpr const typename KV::Key* const* no_next = nullptr;
     float scores[kRows * kTilePairs];
     int begin[kRows], valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
@@ -501,30 +531,42 @@ struct TileAttention {
       parameters.values.apply_to_weights(scores + r * kTilePairs, begin[r], valid[r], head_dim, sums + r * head_dim);
       Weighing<Value>::prepare(scores + r * kTilePairs);
     }
-    // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own. What all
-    // have are whole steps, so that the sums of each have the same ones beside any others.
-    constexpr int kPairs = Weighing<Value>::kPairs;
-    const int all_begin = (begin[kRows - 1] + kPairs - 1) / kPairs * kPairs;
-    const int all_end = maximum(all_begin, valid[0] / kPairs * kPairs);
-    for (int r = 0; r < kRows; ++r) {
-      if (begin[r] >= minimum(all_begin, valid[r])) continue;
-      weigh<1>(scores + r * kTilePairs, pairs.values, begin[r], minimum(all_begin, valid[r]), head_dim,
-               sums + r * head_dim, no_next);
-    }
-    weigh<kRows>(scores, pairs.values, all_begin, all_end, head_dim, sums, next_keys);
+    const int all_end = decoded.memory == nullptr
+                            ? weigh_queries<kRows>(scores, pairs.values, begin, valid, sums, next_keys)
+                            : weigh_queries<kRows>(scores, decoded.rows, begin, valid, sums, next_keys);
     if (next != nullptr) {
       prefetch_vectors(next->keys, all_end, kTilePairs, head_dim);
       prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
     }
+  }
+
+  // Add what the queries attend: row r from pair begin[r] to valid[r]. Returns the end of the pairs that all do.
+  // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own. What all
+  // have are whole steps, so that the sums of each have the same ones beside any others.
+  template <int kRows, class Element>
+  int weigh_queries(const float* scores, const Element* const* values, const int* begin, const int* valid, float* sums,
+                    const typename KV::Key* const* next_keys) const {
+    constexpr const typename KV::Key* const* no_next = nullptr;
+    constexpr int kPairs = Weighing<Element>::kPairs;
+    const int all_begin = (begin[kRows - 1] + kPairs - 1) / kPairs * kPairs;
+    const int all_end = maximum(all_begin, valid[0] / kPairs * kPairs);
+    for (int r = 0; r < kRows; ++r) {
+      if (begin[r] >= minimum(all_begin, valid[r])) continue;
+      weigh<1>(scores + r * kTilePairs, values, begin[r], minimum(all_begin, valid[r]), head_dim, sums + r * head_dim,
+               no_next);
+    }
+    weigh<kRows>(scores, values, all_begin, all_end, head_dim, sums, next_keys);
     for (int r = 0; r < kRows; ++r) {
       if (valid[r] <= all_end) continue;
-      weigh<1>(scores + r * kTilePairs, pairs.values, all_end, valid[r], head_dim, sums + r * head_dim, no_next);
+      weigh<1>(scores + r * kTilePairs, values, all_end, valid[r], head_dim, sums + r * head_dim, no_next);
     }
+    return all_end;
   }
 
   // `next` is the tile to prefetch, or null.
-  void attend_tile(const TilePairs<KV>& pairs, const TilePairs<KV>* next, const PartialSoftmax& result) const {
+  void attend_tile(const TilePairs<KV>& pairs, const TilePairs<KV>* next, const PartialSoftmax& result) {
     products.pack(pairs);
+    decoded.decode(pairs.values, pairs.count, head_dim);
     const PairParameters<KV> parameters{Parameters(pairs.key_scales), Parameters(pairs.value_scales)};
     if (next != nullptr) next->prefetch_scales();
     int first = 0;
@@ -578,8 +620,8 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
   tiles[current].locate(head, range.begin, end);
   prefetch_vectors(tiles[current].keys, 0, tiles[current].count, head.head_dim);
   prefetch_vectors(tiles[current].values, 0, tiles[current].count, head.head_dim);
-  const TileAttention<T, KV> attention(tile, head.head_dim, scale, workspace);
-  float* memory = workspace + (kMaxQueries + kTilePairs) * head.head_dim;
+  TileAttention<T, KV> attention(tile, head.head_dim, scale, workspace);
+  float* memory = workspace + kPartialRow * head.head_dim;
   const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
   for (int segment = range.begin / kSegmentPairs * kSegmentPairs; segment < end; segment += kSegmentPairs) {
     const PartialSoftmax& partial = segment <= range.begin ? result : later;

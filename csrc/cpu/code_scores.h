@@ -151,6 +151,73 @@ template <int kBits, int kRows, class Next>
   }
 }
 
+// packed[word][pair] <- words of load_code_pairs of each pair's key, for `count` pairs of the tile and some that fill a
+// vector.
+template <int kBits>
+void pack_codes(const Codes<kBits>* const* keys, int count, int head_dim, float* packed) {
+  const int bytes = head_dim / kPerByte<kBits>;
+  for (int pair = 0; pair < count; pair += kLanes) {
+    float* words = packed + pair;
+    for (int byte = 0; byte < bytes; byte += kCodeBytes) {
+      const int some = minimum(kCodeBytes, bytes - byte);
+      Vec squares[kPerByte<kBits>][kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const uint8_t* const begin = &keys[pair + i]->bits;
+        CodePlace place{begin + byte, begin + bytes + byte / 2};
+        uint8_t padded[kCodeBytes * 3 / 2] = {};
+        if (some < kCodeBytes) {
+          __builtin_memcpy(padded, place.bytes, some);
+          if (kBits == 6) __builtin_memcpy(padded + kCodeBytes, place.high, some / 2);
+          place = {padded, padded + kCodeBytes};
+        }
+        Words of_key[kPerByte<kBits>];
+        load_code_pairs<kBits>(place, of_key);
+        for (int v = 0; v < kPerByte<kBits>; ++v) squares[v][i] = reinterpret_cast<Vec>(of_key[v]);
+      }
+      for (int v = 0; v < kPerByte<kBits>; ++v) {
+        transpose(squares[v]);
+        for (int i = 0; i < kLanes; ++i, words += kTilePairs) store(words, squares[v][i]);
+      }
+    }
+  }
+}
+
+// The sums of multiply_codes, of keys that are packed: without sums over lanes, which take longer than the products.
+template <int kBits, int kRows>
+[[gnu::noinline]] void multiply_packed(const float* queries, int stride, const float* packed, int head_dim, int count,
+                                       int32_t* products) {
+  constexpr int kVectors = minimum(vector_block(kRows), kTilePairs / kLanes);
+  const int num_words = (head_dim + kChunk<kBits> - 1) / kChunk<kBits> * kChunk<kBits> / 2;
+  for (int pair = 0; pair < count; pair += kVectors * kLanes) {
+    Words sums[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t excess = kBits == 6 ? -kExcess6 * static_cast<int>(queries[(r + 1) * stride - 1]) : 0;
+      const Words first = broadcast_pair(reinterpret_cast<const int16_t*>(&excess));
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = first;
+    }
+    const float* keys = packed + pair;
+    for (int word = 0; word < num_words; ++word, keys += kTilePairs) {
+      Words key[kVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) key[v] = load_words(keys + v * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Words query = broadcast_pair(reinterpret_cast<const int16_t*>(queries + r * stride + word));
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) add_pair_products(sums[r][v], query, key[v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v)
+        __builtin_memcpy(products + r * kTilePairs + pair + v * kLanes, &sums[r][v], sizeof(Words));
+    }
+  }
+}
+
 template <class T, int kBits, int kValueBits, bool kRotated>
 struct TileScores<T, QuantizedKV<kBits, kValueBits, kRotated>> {
   using KV = QuantizedKV<kBits, kValueBits, kRotated>;
@@ -158,9 +225,13 @@ struct TileScores<T, QuantizedKV<kBits, kValueBits, kRotated>> {
   const float scale;
   const int head_dim;
   const QueryIntegers<kBits> queries;
+  float* const packed_keys;  // null for few queries, with which packing takes longer than it saves
 
   TileScores(const QueryTile& tile, int head_dim, float scale, float* workspace)
-      : scale(scale), head_dim(head_dim), queries(workspace, head_dim) {
+      : scale(scale),
+        head_dim(head_dim),
+        queries(workspace, head_dim),
+        packed_keys(tile.count >= kDecodingQueries ? workspace + kPackedRow * head_dim : nullptr) {
     for (int i = 0; i < tile.count; ++i) {
       if constexpr (kRotated) {
         float rotated[kMaxCodeChannels];
@@ -172,13 +243,21 @@ struct TileScores<T, QuantizedKV<kBits, kValueBits, kRotated>> {
     }
   }
 
-  void pack(const TilePairs<KV>&) const {}
+  void pack(const TilePairs<KV>& pairs) const {
+    if (packed_keys != nullptr) pack_codes(pairs.keys, pairs.count, head_dim, packed_keys);
+  }
 
   template <int kRows>
   void score_queries(int first, const TilePairs<KV>& pairs, const PairParameters<KV>& parameters, float* scores,
                      const typename KV::Value* const* next) const {
     int32_t products[kRows * kTilePairs];
-    multiply_codes<kBits, kRows>(queries.row(first), queries.stride, pairs.keys, head_dim, pairs.count, products, next);
+    if (packed_keys == nullptr) {
+      multiply_codes<kBits, kRows>(queries.row(first), queries.stride, pairs.keys, head_dim, pairs.count, products,
+                                   next);
+    } else {
+      if (next != nullptr) prefetch_vectors(next, 0, pairs.count, head_dim);
+      multiply_packed<kBits, kRows>(queries.row(first), queries.stride, packed_keys, head_dim, pairs.count, products);
+    }
     for (int r = 0; r < kRows; ++r) {
       const float* end_of_row = queries.row(first + r + 1);
       const Vec factor = broadcast(scale * end_of_row[-2]), query_sum = mul(factor, broadcast(end_of_row[-1]));

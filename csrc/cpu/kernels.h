@@ -64,8 +64,12 @@ constexpr int kSegmentPairs = 512;
 // Queries (query tokens times heads) that share one pass over keys and values.
 constexpr int kMaxQueries = 64;
 
-// Memory that attention works in, in rows of head_dim + 2 floats: queries, packed keys, a partial softmax.
-constexpr int kWorkspaceRows = 2 * kMaxQueries + kTilePairs;
+// Memory that attention works in, in rows of head_dim floats: queries (as integers, two rows each), packed keys,
+// decoded values, and a partial softmax, whose rows have two floats more.
+constexpr int kPackedRow = 2 * kMaxQueries;
+constexpr int kDecodedRow = kPackedRow + kTilePairs;
+constexpr int kPartialRow = kDecodedRow + kTilePairs;
+constexpr int kWorkspaceRows = kPartialRow + kMaxQueries;
 
 // Memory that attention mass works in: all keys packed, scores and channels of four queries.
 constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
