@@ -10,6 +10,7 @@ The engines take turns, in the opposite order in every other round, and ratios a
 to peers.json.
 
 `--model FILE.gguf` gives KvLLM and llama.cpp the same file as it is, each with several KV caches; others do not run.
+`--model 4b.gguf` is a shape with random weights, as Q4_K_M mixes them.
 `--perplexity TEXT` adds that of each of them on windows of 512 tokens.
 
 Beside the seconds until all first tokens (prompt), and the tokens per second after them (decode), stands the floor: the
@@ -110,7 +111,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.require_positive(args, "rounds")
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
-    args.gguf = find_gguf(Path(args.model).resolve())
+    args.gguf = find_gguf(PeerFiles(args.environments).model(args.model))
     require(
         args.perplexity is None or args.gguf is not None, "--perplexity", args.perplexity, "only with a --model of GGUF"
     )
@@ -365,7 +366,7 @@ def perplexities(files: PeerFiles, jobs: Mapping[str, Job], windows: Sequence[Se
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     files = PeerFiles(args.environments)
-    model = load_model_config(shapes.find_model(args.model, args.environments / "configs"))
+    model = load_model_config(args.gguf or shapes.find_model(args.model, args.environments / "configs"))
     provenance = machine.announce("benchmarks.peers", arguments)
     checkpoint = args.gguf or files.checkpoint(args.model)
     checkpoints, missing = prepare(files, args.engines, checkpoint)

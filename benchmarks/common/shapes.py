@@ -39,6 +39,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "1.7b": {
+        **QWEN3,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "4b": {
+        **QWEN3,
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -57,7 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
-"""Parameters: 40.4 M; 596 M, as Qwen3-0.6B; 8.0 G, as DeepSeek-R1-Distill-Llama-8B."""
+"""Parameters: 40.4 M; 596 M, 1.7 G and 4.0 G, as Qwen3 has them; 8.0 G, as DeepSeek-R1-Distill-Llama-8B."""
 
 
 REASONER = "reasoner"

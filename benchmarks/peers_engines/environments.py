@@ -16,6 +16,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.common import random_gguf
 from benchmarks.common.shapes import SHAPES, find_model
 from benchmarks.peers_engines.protocol import ChildFailed, call, reason
 from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
@@ -64,6 +65,20 @@ class PeerFiles:
                 code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
                 if code != 0:
                     raise ChildFailed(f"not installed: {reason(code, log)}")
+
+    def model(self, name: str) -> Path:
+        """The path of a model, or of a shape's GGUF file, which is written if it is absent."""
+        shape = SHAPES.get(name.removesuffix(".gguf"))
+        if shape is None or not name.endswith(".gguf"):
+            return Path(name).resolve()
+        path = self.folder / "checkpoints" / name
+        if not path.exists():
+            print(f"Writing random weights to {name}", flush=True)
+            part = path.with_suffix(".part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            random_gguf.write(shape, part)
+            part.rename(path)
+        return path
 
     def checkpoint(self, model: str) -> Path:
         """The directory of a checkpoint. That of a shape gets random weights (standard deviation 0.02, seed 0)."""
