@@ -49,6 +49,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
   m.def("most_likely(Tensor logits) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("tile_rows(Tensor rows, int first, Tensor(a!) tiles) -> ()");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("dequantize_rows(Tensor packed, Tensor scales, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
@@ -97,6 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("compact", TORCH_BOX(&kvllm::compact));
   m.impl("most_likely", TORCH_BOX(&kvllm::most_likely));
   m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
+  m.impl("tile_rows", TORCH_BOX(&kvllm::tile_rows));
   m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
   m.impl("dequantize_rows", TORCH_BOX(&kvllm::dequantize_rows));
   m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));

@@ -150,6 +150,53 @@ void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedM
   });
 }
 
+namespace {
+
+// tiles[t, word, lane] <- rows[16 * t + lane - first, word], for the tiles that have such rows. A cache line of each
+// row at a time: those of sixteen rows that lie a power of two apart would push each other out of the cache.
+template <class Word>
+void copy_rows(const Word* rows, int64_t num_rows, int64_t words, int64_t first, Word* tiles) {
+  constexpr int64_t kLineWords = 64 / sizeof(Word);
+  const int64_t begin_tile = first / kTileColumns, end_row = first + num_rows;
+  const auto copy_tile = [&](int64_t tile) {
+    Word* const into = tiles + tile * words * kTileColumns;
+    for (int64_t line = 0; line < words; line += kLineWords) {
+      const int64_t line_end = std::min(words, line + kLineWords);
+      for (int64_t lane = 0; lane < kTileColumns; ++lane) {
+        const int64_t row = tile * kTileColumns + lane;
+        if (row < first || row >= end_row) continue;
+        const Word* const from = rows + (row - first) * words;
+        for (int64_t word = line; word < line_end; ++word) into[word * kTileColumns + lane] = from[word];
+      }
+    }
+  };
+  for_rows((end_row + kTileColumns - 1) / kTileColumns - begin_tile, words * kTileColumns,
+           [&](int64_t begin, int64_t end) {
+             for (int64_t tile = begin_tile + begin; tile < begin_tile + end; ++tile) copy_tile(tile);
+           });
+}
+
+}  // namespace
+
+void tile_rows(const Tensor& rows, int64_t first, const Tensor& tiles) {
+  check_contiguous(rows, "rows", 2);
+  check_contiguous(tiles, "tiles", 3);
+  check_dtype(rows, "rows", tiles.scalar_type());
+  check_size(tiles, "tiles", 1, rows.size(1));
+  check_size(tiles, "tiles", 2, kTileColumns);
+  const int64_t count = rows.size(0), words = rows.size(1);
+  STD_TORCH_CHECK(first >= 0 && first + count <= tiles.size(0) * kTileColumns, "rows ", first, " to ", first + count,
+                  " are not among the ", tiles.size(0) * kTileColumns, " rows of tiles");
+  if (rows.element_size() == 2) {
+    copy_rows(static_cast<const uint16_t*>(rows.data_ptr()), count, words, first,
+              static_cast<uint16_t*>(tiles.mutable_data_ptr()));
+  } else {
+    STD_TORCH_CHECK(rows.element_size() == 4, "rows have elements of ", rows.element_size(), " bytes, not of 2 or 4");
+    copy_rows(static_cast<const uint32_t*>(rows.data_ptr()), count, words, first,
+              static_cast<uint32_t*>(tiles.mutable_data_ptr()));
+  }
+}
+
 Tensor pack_weight(const Tensor& weight) {
   kernels_for(weight, "weight");
   check_contiguous(weight, "weight", 2);
@@ -158,18 +205,12 @@ Tensor pack_weight(const Tensor& weight) {
                   " columns: they must be a multiple of ", channels);
   const int64_t tiles = (rows + kTileColumns - 1) / kTileColumns;
   Tensor packed = empty_like(weight, {tiles, words, kTileColumns, channels});
-  const PackedMatrix to(packed, std::nullopt, rows);
-  const char* from = static_cast<const char*>(weight.data_ptr());
-  for_rows(tiles, words * kTileColumns, [&](int64_t begin, int64_t end) {
-    std::memset(to.row(begin * kTileColumns), 0, (end - begin) * words * kTileRowBytes);
-    for (int64_t row = begin * kTileColumns; row < std::min(end * kTileColumns, rows); ++row) {
-      char* into = to.row(row);
-      const char* source = from + row * words * kWordBytes;
-      for (int64_t word = 0; word < words; ++word) {
-        std::memcpy(into + word * kTileRowBytes, source + word * kWordBytes, kWordBytes);
-      }
-    }
-  });
+  if (rows % kTileColumns != 0) {
+    std::memset(static_cast<char*>(packed.mutable_data_ptr()) + (tiles - 1) * words * kTileRowBytes, 0,
+                words * kTileRowBytes);
+  }
+  copy_rows(static_cast<const uint32_t*>(weight.data_ptr()), rows, words, 0,
+            static_cast<uint32_t*>(packed.mutable_data_ptr()));
   return packed;
 }
 

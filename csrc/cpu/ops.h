@@ -83,6 +83,8 @@ Tensor most_likely(const Tensor& logits);
 // [out, in] -> the order in which products read it: `[out / 16, in / c, 16, c]`, c = 2 for bfloat16, 1 for float32, and
 // rows of zeros up to a multiple of 16.
 Tensor pack_weight(const Tensor& weight);
+// Writes rows `[n, words]` to those of tiles `[tiles, words, 16]` from `first` on. Words have 2 or 4 bytes.
+void tile_rows(const Tensor& rows, int64_t first, const Tensor& tiles);
 // Rows of a packed weight: `[indices]` -> `[indices, in]`.
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
 // The same of integers in groups (kvllm/models/grouped_weights.py), as the float numbers that they mean.

@@ -62,10 +62,6 @@ class Groups:
 
         return self._mapped(part)
 
-    def after(self, count: int) -> Groups:
-        """The same rows after `count` of zeros."""
-        return self._mapped(lambda numbers: torch.nn.functional.pad(numbers, (0, 0, count, 0)))
-
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
         minimums = None if self.minimums is None else change(self.minimums)
         return Groups(change(self.values), change(self.scales), minimums)

@@ -23,27 +23,17 @@ def scales_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ..
 
 
 def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[n, in_features]` as the CPU's kernels read them (csrc/cpu/linear.h).
+    """Rows `[n, in_features]` as the CPU's kernels read them (csrc/cpu/linear.h), before they are put into tiles.
 
-    Returns the integers, of `packed_shape`, and the scales, of `scales_shape`: views to be copied, not contiguous. The
-    last tile is filled up with zeros.
+    Returns integers: int32 `[n, words]`. scales: float16 `[n, numbers]`, the scale of each group, and its minimum.
     """
     held = rows.held_as(form)
-    words = held.values.view(torch.uint8).unflatten(1, (-1, WORD))
+    words = held.values.contiguous().view(torch.int32)  # four integers each
     if form.bits == 4:
         low, high = words.unflatten(1, (-1, 2)).unbind(2)
-        words = (low | high << 4).view(torch.int32).squeeze(2)
+        words = low | high << 4
     elif form.bits == 6:
-        first, last = words.unflatten(1, (-1, WORD)).split((3, 1), 2)
-        words = (first | last >> torch.tensor([[0], [2], [4]], dtype=torch.uint8) << 6).flatten(1, 2)
+        first, last = words.unflatten(1, (-1, 4)).split((3, 1), 2)
+        words = (first | (last >> torch.tensor([0, 2, 4], dtype=torch.int32) & 0x03030303) << 6).flatten(1)
     numbers = [held.scales] if held.minimums is None else [held.scales, held.minimums]
-    scales = torch.stack(numbers, 2).to(torch.float16)
-    return _tiled(words.view(DTYPES[form.bits]), 1), _tiled(scales, 2)
-
-
-def _tiled(rows: torch.Tensor, place: int) -> torch.Tensor:
-    """Rows in tiles: the place of a row in its tile becomes dimension `place` + 1."""
-    missing = -len(rows) % TILE
-    if missing:
-        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-    return rows.unflatten(0, (-1, TILE)).movedim(1, place + 1)
+    return words, torch.stack(numbers, 2).flatten(1).to(torch.float16)

@@ -31,34 +31,23 @@ def packed_form(tiles: int, in_features: int, bits: int) -> tuple[tuple[int, ...
 
 
 def quantize(matrix: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix `[out, in]` in the order in which the CPU's kernels read it.
+    """A matrix `[out, in]` as integers: words int32 `[out, words]`, and scales float32 `[out, in / group]`.
 
-    Returns:
-        packed: 8 bits: int8 `[tiles, in / 4, 16, 4]`; 4 bits: int32 `[tiles, in / 8, 16]`, eight integers in each, the
-            lowest bits first. Tile t has the rows from 16 * t on; the last is filled up with zeros.
-        scales: float32 `[tiles, in / group, 16]`.
+    A word has four integers of 8 bits or eight of 4, the lowest bits first.
     """
     weights = matrix.float().unflatten(1, (-1, group))
     largest = weights.gather(2, weights.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     integers = (weights / scales.masked_fill(scales == 0, 1)).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return pack_integers(integers.flatten(1).to(torch.int8), scales.squeeze(2), bits)
+    return pack_integers(integers.flatten(1).to(torch.int8), bits), scales.squeeze(2)
 
 
-def pack_integers(integers: torch.Tensor, scales: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers int8 `[out, in]` and scales float32 `[out, in / group]`, as `quantize` returns them."""
-    missing = -len(integers) % TILE
-    integers, scales = (
-        torch.nn.functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, TILE)) for each in (integers, scales)
-    )
-    integers = integers.unflatten(2, (-1, 32 // bits)).transpose(1, 2)
-    packed = integers.contiguous() if bits == 8 else _nibbles(integers.to(torch.int32))
-    return packed, scales.transpose(1, 2).contiguous()
-
-
-def _nibbles(integers: torch.Tensor) -> torch.Tensor:
-    """int32 `[..., 8]` -> `[...]`."""
-    return ((integers & 15) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 `[out, in]` -> words, as `quantize` returns them."""
+    if bits == 8:
+        return integers.contiguous().view(torch.int32)
+    low, high = integers.contiguous().view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return (low & 15 | high << 4).view(torch.int32)
 
 
 def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -131,20 +131,17 @@ class LinearWeight:
 
     def write(self, first: int, rows: torch.Tensor) -> None:
         """Fill the rows from `first` on with `rows` `[n, in_features]` of floating point."""
-        last = first + len(rows)
         rows = rows.to(self.tensor)
         if self.packed is None:
-            self.tensor[first:last] = rows
+            self.tensor[first : first + len(rows)] = rows
             return
-        if first % TILE:
-            rows = F.pad(rows, (0, 0, first % TILE, 0))
         if self.scales is None:
-            _copy_rows(operator("pack_weight")(rows.contiguous()), self.packed, first, last)
+            _tile(rows, first, self.packed)
             return
         bits, group = 8 if self.packed.dtype == torch.int8 else 4, self.in_features // self.scales.shape[1]
         integers, scales = quantize(rows, bits, group)
-        _copy_rows(integers, self.packed, first, last)
-        _copy_rows(scales, self.scales, first, last)
+        _tile(integers, first, self.packed)
+        _tile(scales, first, self.scales)
 
     def write_integers(self, first: int, rows: Integers) -> None:
         """Fill the rows from `first` on. All rows of a matrix have one order of columns.
@@ -152,7 +149,7 @@ class LinearWeight:
         Raises CheckpointError if they have not.
         """
         assert self.packed is not None and self.scales is not None
-        last, values, scales = first + len(rows.values), rows.values, rows.scales
+        values, scales = rows.values, rows.scales.float()
         if first == 0:
             self.order = rows.order
         elif not _equal(self.order, rows.order):
@@ -163,19 +160,15 @@ class LinearWeight:
         if rows.zeros is not None:
             zeros = rows.zeros.unsqueeze(2).expand(-1, -1, self.sums)
             values = torch.cat((values.unflatten(1, (zeros.shape[1], -1)), zeros), 2).flatten(1)
-        if first % TILE:
-            values, scales = (F.pad(each, (0, 0, first % TILE, 0)) for each in (values, scales))
-        integers, packed_scales = pack_integers(values, scales, 8 if self.packed.dtype == torch.int8 else 4)
-        _copy_rows(integers, self.packed, first, last)
-        _copy_rows(packed_scales, self.scales, first, last)
+        _tile(pack_integers(values, 8 if self.packed.dtype == torch.int8 else 4), first, self.packed)
+        _tile(scales, first, self.scales)
 
     def write_groups(self, first: int, rows: Groups) -> None:
         """Fill the rows from `first` on with those of a file, in the form of the matrix."""
         assert self.packed is not None and self.scales is not None and self.form is not None
-        last = first + len(rows.values)
-        integers, scales = grouped_weights.pack_groups(rows.after(first % TILE), self.form)
-        _copy_rows(integers, self.packed, first, last)
-        _copy_rows(scales.flatten(1, 2), self.scales.flatten(1, 2), first, last)
+        integers, scales = grouped_weights.pack_groups(rows, self.form)
+        _tile(integers, first, self.packed)
+        operator("tile_rows")(scales, first, self.scales.flatten(1, 2))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`, with what the
@@ -256,11 +249,6 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _copy_rows(tiles: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
-    """Copy rows `first` to `last` - 1 into packed memory. `tiles` begins with the tile that has the first."""
-    begin, end = first // TILE, -(-last // TILE)
-    whole = slice(-(-first // TILE), last // TILE)
-    target[whole] = tiles[whole.start - begin : whole.stop - begin]
-    for tile in {begin, end - 1}:
-        lanes = slice(max(0, first - tile * TILE), last - tile * TILE)
-        target[tile][:, lanes] = tiles[tile - begin][:, lanes]
+def _tile(rows: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
+    """Write rows, which are whole words of 32 bits, to those of packed memory from `first` on."""
+    operator("tile_rows")(rows.contiguous().view(torch.int32), first, tiles.view(torch.int32).flatten(2))

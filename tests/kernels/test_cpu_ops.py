@@ -67,6 +67,20 @@ def test_rotary_is_that_of_transformers(head_dim: int, normalize: bool) -> None:
         torch.testing.assert_close(actual, expected, rtol=3e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16])
+@pytest.mark.parametrize("first, count", [(0, 48), (5, 3), (14, 20), (16, 16)])
+def test_rows_in_tiles(first: int, count: int, dtype: torch.dtype) -> None:
+    """Other rows stay."""
+    rows, tiles = torch.arange(count * 37).view(count, 37).to(dtype), torch.full((3, 37, 16), -1, dtype=dtype)
+    expected = tiles.clone()
+    for i, row in enumerate(rows):
+        expected[(first + i) // 16, :, (first + i) % 16] = row
+    _extension.operator("tile_rows")(rows, first, tiles)
+    assert torch.equal(tiles, expected)
+    with pytest.raises(RuntimeError, match="are not among the 48 rows"):
+        _extension.operator("tile_rows")(rows, 49 - count, tiles)
+
+
 def test_operators_refuse_bad_tensors() -> None:
     x, weight = randn(4, 8), randn(8)
     table, positions = cos_sin_table(4), torch.arange(4)

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,15 +83,21 @@ def read_header(file: Path, size: int | None = None) -> Header:
     Raises CheckpointError for what is no GGUF file, damaged, or of a version or type that is not known.
     """
     try:
-        with file.open("rb") as opened:
-            if opened.seek(0, 2) < 24:
-                raise _BrokenError("it has fewer bytes than a header")
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data, size or len(data)).header()
+        stat = file.stat()
+        return _read(file, size or stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     except (_BrokenError, struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is not a complete GGUF file: {error}. Download it again") from None
+
+
+@lru_cache(maxsize=8)  # a start asks four times, and goes through each word of the vocabulary
+def _read(file: Path, size: int, modified: int) -> Header:
+    with file.open("rb") as opened:
+        if opened.seek(0, 2) < 24:
+            raise _BrokenError("it has fewer bytes than a header")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(file, data, size).header()
 
 
 class _Reader:
