@@ -26,7 +26,7 @@ from benchmarks.common import command_line, report
 from kvllm import LLM, SamplingParams
 from kvllm.comparison.figures import mean_of
 from kvllm.comparison.predictions import last_part
-from kvllm.comparison.table import table
+from kvllm.comparison.report import table
 from kvllm.comparison.texts import Cut, Text, cut_texts, read_files, shipped_texts
 from kvllm.comparison.variants import FULL, Plan, Setting, make_variants, plan_variant, resolved
 from kvllm.tokenizer import load_tokenizer

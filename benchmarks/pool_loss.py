@@ -24,7 +24,7 @@ from benchmarks.common.workloads import Request
 from kvllm import LLM, SamplingParams
 from kvllm.comparison.figures import mean_of
 from kvllm.comparison.predictions import FullPredictions, Predictions, Reference, last_part
-from kvllm.comparison.table import table
+from kvllm.comparison.report import table
 from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.comparison.texts import Cut, Text, cut_texts, read_files
 from kvllm.engine_args import EngineArgs

@@ -28,7 +28,7 @@ from kvllm.config import (
     without_refused,
 )
 from kvllm.errors import ConfigError
-from kvllm.files.checkpoint import checkpoint_folder
+from kvllm.files.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
 from kvllm.files.hub import Snapshot, hub_id, open_snapshot
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
@@ -316,6 +316,11 @@ class EngineArgs:
         asked = hub_id(self.tokenizer)
         return Path(self.tokenizer) if asked is None else open_snapshot(asked, None, self._memory).path
 
+    @cached_property
+    def tokenizer_files(self) -> Checkpoint:
+        """What has the tokenizer. Raises CheckpointError."""
+        return open_checkpoint(self.tokenizer_path)
+
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """Raises ConfigError."""
@@ -418,10 +423,7 @@ class EngineArgs:
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
         recurrent = self.model_config.recurrent is not None
         return msgspec.structs.replace(
-            config,
-            compression=compression,
-            has_recurrent_layers=recurrent,
-            shares_kv_pairs=shares,
+            config, compression=compression, has_recurrent_layers=recurrent, shares_kv_pairs=shares
         )
 
     @property

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from kvllm.compression.specs import AUTO, FROM_ALL
 from kvllm.core.capacity import longest_blocks
 from kvllm.engine_args import EngineArgs
 from kvllm.worker.build import Loaded, RunnerSettings
-
-if TYPE_CHECKING:
-    from kvllm.engine_builder import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +17,10 @@ AUTO_COSTS = {FROM_ALL: ": in a quarter of the bytes SmolLM2-135M loses 0.087 na
 
 
 def report_start(
-    args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str, loaded: Loaded, block_bytes: int
+    args: EngineArgs, settings: RunnerSettings, device: str, loaded: Loaded, block_bytes: int, *, has_tokenizer: bool
 ) -> None:
     """Say in a line what was started, and what is wrong with it."""
-    config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
+    config, num_ranks = settings.engine, args.tensor_parallel_size * args.data_parallel_size
     logger.info(
         "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens%s, %s MiB%s; %s",
         args.name,
@@ -43,7 +39,7 @@ def report_start(
     for note in (loaded.weights, loaded.collectives):
         if note:
             logger.info("%s: %s", args.name, note)
-    if engine.outputs.tokenizer is None:
+    if not has_tokenizer:
         logger.warning(
             "%s has no tokenizer: prompts must be token ids and outputs have no text, so that chats, stop strings and "
             "structured outputs are refused; add its tokenizer.json or tokenizer.model",

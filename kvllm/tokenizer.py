@@ -25,22 +25,22 @@ MAX_PENDING = 16
 PROMPT_CONTEXT = 12
 
 
-def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """As `load_tokenizer`, but None if the checkpoint has no vocabulary: prompts can still be token ids."""
-    checkpoint = open_checkpoint(path)
-    return _load(checkpoint) if checkpoint.has_tokenizer() else None
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a local checkpoint. Nothing is downloaded, and no code from the checkpoint is run.
+    """As `tokenizer_of`, of the local checkpoint with this path."""
+    return tokenizer_of(open_checkpoint(path))
+
+
+def find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The same, but None if the checkpoint has no vocabulary: prompts can still be token ids."""
+    return tokenizer_of(checkpoint) if checkpoint.has_tokenizer() else None
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """Load the tokenizer of a checkpoint. Nothing is downloaded, and no code from the checkpoint is run.
 
     Raises:
         CheckpointError: the checkpoint or the tokenizer's files are missing or cannot be read.
     """
-    return _load(open_checkpoint(path))
-
-
-def _load(checkpoint: Checkpoint) -> Tokenizer:
     try:
         hf = checkpoint.read_tokenizer()
         return Tokenizer(hf, checkpoint.eos_tokens(hf))

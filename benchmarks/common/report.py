@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from kvllm.comparison.table import table
+from kvllm.comparison.report import table
 
 __all__ = ["table"]
 

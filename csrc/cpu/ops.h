@@ -87,7 +87,7 @@ Tensor pack_weight(const Tensor& weight);
 void tile_rows(const Tensor& rows, int64_t first, const Tensor& tiles);
 // Rows of a packed weight: `[indices]` -> `[indices, in]`.
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
-// The same of integers in groups (kvllm/models/grouped_weights.py), as the float numbers that they mean.
+// The same of integers in groups (kvllm/models/weights.py), as the float numbers that they mean.
 Tensor dequantize_rows(const Tensor& packed, const Tensor& scales, const Tensor& indices);
 // `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`. A weight of integers has scales:
 // `[out / 16, groups, 16]`, each for a group of channels of a row (kvllm/models/quantize.py).

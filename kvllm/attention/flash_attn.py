@@ -68,11 +68,7 @@ class FlashAttentionBackend(AttentionBackend[list[DecodePlan | ChunkPlan]]):
         return ChunkPlan(group.tokens, query_start_loc, kv_start_loc, *most, block_tables)
 
     def run(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        plan: list[DecodePlan | ChunkPlan],
-        sinks: torch.Tensor | None = None,
+        self, layer: int, queries: torch.Tensor, plan: list[DecodePlan | ChunkPlan], sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         return attend_parts(queries, plan, lambda queries, part: self._attend(layer, queries, part, sinks))
 

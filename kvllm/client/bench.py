@@ -16,17 +16,18 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 import kvllm
 from kvllm.client import summary
 from kvllm.client.address import headers, root_of
-from kvllm.client.drafts import read_drafts, summarize_drafts
 from kvllm.client.load import ROUTES, Prompt, Run, Target, arrival_times, open_session, send_all
 from kvllm.client.prompts import prompts_of_file, random_prompts, random_texts, tokenize_pieces
 from kvllm.errors import ServerError
 from kvllm.processor import cpu_name
 from kvllm.simulation.workload import load_workload, read_timed_trace, synthetic
+from kvllm.stats import DraftCounts
 
 BUSY = 0.8
 """Share of a core above which the client's own work may delay its time stamps."""
@@ -167,4 +168,44 @@ def _details(run: Run) -> dict[str, list[Any]]:
         "itls": [each.itl for each in run.outcomes],
         "latencies": [each.latency for each in run.outcomes],
         "errors": [each.error for each in run.outcomes],
+    }
+
+
+PREFIX = "vllm:spec_decode_num_"
+
+
+async def read_drafts(session: aiohttp.ClientSession, root: str) -> DraftCounts:
+    """The counts since the server started; none of one that has no such metrics."""
+    counts = DraftCounts()
+    async with session.get(f"{root}/metrics") as response:
+        text = await response.text() if response.status == 200 else ""
+    by_position: dict[int, int] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples if family.name.startswith(PREFIX) else ():
+            name, value = sample.name.removeprefix(PREFIX).removesuffix("_total"), int(sample.value)
+            if name == "drafts":
+                counts.drafts += value
+            elif name == "draft_tokens":
+                counts.tokens += value
+            elif name == "accepted_tokens_per_pos":
+                position = int(sample.labels["position"])
+                by_position[position] = by_position.get(position, 0) + value
+    counts.right = [by_position[position] for position in sorted(by_position)]
+    return counts
+
+
+def summarize_drafts(before: DraftCounts, after: DraftCounts) -> dict[str, Any]:
+    """The fields of the result, with vLLM's names; none where nothing was drafted."""
+    drafts, tokens = after.drafts - before.drafts, after.tokens - before.tokens
+    if drafts <= 0 or tokens <= 0:
+        return {}
+    earlier = before.right + [0] * (len(after.right) - len(before.right))
+    right = [now - then for now, then in zip(after.right, earlier, strict=True)]
+    return {
+        "spec_decode_acceptance_rate": 100 * sum(right) / tokens,
+        "spec_decode_acceptance_length": 1 + sum(right) / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": tokens,
+        "spec_decode_accepted_tokens": sum(right),
+        "spec_decode_per_position_acceptance_rates": [each / drafts for each in right],
     }

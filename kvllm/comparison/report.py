@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvllm.comparison.equal_memory import Fit
 from kvllm.comparison.figures import CONFIDENCE, Choice, Figures, choose
 from kvllm.comparison.measurement import Result
-from kvllm.comparison.table import table
 from kvllm.comparison.variants import engine_options, in_few_words
 
 STYLES = ("-", "--", ":", "-.")
@@ -142,3 +141,21 @@ def plot(path: Path, title: str, results: Mapping[str, Result], figures: Mapping
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first is aligned left, the others right. A header may have several lines."""
+    heads = [head.split("\n") for head in header]
+    height = max(len(head) for head in heads)
+    lines = [[head[i] if i < len(head) else "" for head in heads] for i in range(height)]
+    widths = [max(len(line[column]) for line in [*lines, *rows]) for column in range(len(header))]
+
+    def aligned(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "   ".join([first, *others]).rstrip()
+
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+    return "\n".join([*map(aligned, lines), rule, *map(aligned, rows)])

@@ -9,16 +9,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from kvllm.compression.specs import (
-    AUTO,
-    BY_WINDOW,
-    FROM_ALL,
-    QUERY_WINDOW,
-    SPECS,
-    MethodSpec,
-    Option,
-    known_methods,
-)
+from kvllm.compression.specs import AUTO, BY_WINDOW, FROM_ALL, QUERY_WINDOW, SPECS, MethodSpec, Option, known_methods
 from kvllm.config.checks import Options, check_types, require
 from kvllm.config.policies import POLICIES, PolicyOptions, check_largest, policy_options, policy_type
 from kvllm.errors import ConfigError

@@ -29,10 +29,7 @@ class EngineLoop(Generic[E]):
     """
 
     def __init__(
-        self,
-        engine: E,
-        on_step: Callable[[list[RequestOutput]], None],
-        on_failure: Callable[[], None] = lambda: None,
+        self, engine: E, on_step: Callable[[list[RequestOutput]], None], on_failure: Callable[[], None] = lambda: None
     ) -> None:
         self.engine = engine
         self.failure: BaseException | None = None

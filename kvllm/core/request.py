@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from msgspec import structs
 
@@ -12,6 +12,7 @@ from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import RequestOutputKind, SamplingParams
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """The output that the caller holds, and the sequences that still run.
 
@@ -24,43 +25,21 @@ class Request:
     shown_lengths: tokens and characters of each completion that were given out, where only what is new is.
     """
 
-    __slots__ = (
-        "max_length",
-        "output",
-        "sampling",
-        "seed",
-        "seq_id",
-        "sequences",
-        "service_class",
-        "shown_lengths",
-        "stream",
-        "tail_start",
-        "texts",
-    )
+    output: RequestOutput
+    sampling: SamplingParams
+    _: KW_ONLY
+    seq_id: int
+    seed: int
+    max_length: int
+    tail_start: int | None
+    stream: bool
+    service_class: ServiceClass = ANONYMOUS
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    texts: list[CompletionText] = field(default_factory=list)
+    shown_lengths: list[tuple[int, int]] = field(init=False)
 
-    def __init__(
-        self,
-        output: RequestOutput,
-        sampling: SamplingParams,
-        *,
-        seq_id: int,
-        seed: int,
-        max_length: int,
-        tail_start: int | None,
-        stream: bool,
-        service_class: ServiceClass = ANONYMOUS,
-    ) -> None:
-        self.output = output
-        self.sampling = sampling
-        self.seq_id = seq_id
-        self.seed = seed
-        self.max_length = max_length
-        self.tail_start = tail_start
-        self.stream = stream
-        self.service_class = service_class
-        self.sequences: dict[int, Sequence] = {}
-        self.texts: list[CompletionText] = []
-        self.shown_lengths = [(0, 0)] * sampling.n
+    def __post_init__(self) -> None:
+        self.shown_lengths = [(0, 0)] * self.sampling.n
 
     @property
     def request_id(self) -> str:

@@ -10,20 +10,12 @@ from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.capacity import longest_alone
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.drafting.step_cost import StepCost
+from kvllm.core.host_blocks import DiskPrefixes
 from kvllm.core.offloading import Offloading
 from kvllm.core.policies import make_policy
 from kvllm.core.preemption import Preemption
-from kvllm.core.protocol import (
-    Accepted,
-    KeptPairs,
-    MissingMass,
-    PromptLogprobs,
-    SampledToken,
-    StepPlan,
-    StepResult,
-)
+from kvllm.core.protocol import Accepted, KeptPairs, MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence
 from kvllm.core.shares import Shares

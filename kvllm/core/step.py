@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
 
 from kvllm.core.protocol import Fork, PrefillChunk, StepPlan, Verification
 from kvllm.core.sequence import PENDING, Sequence, fork_seed
 from kvllm.core.shares import Shares
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """What the plan of a step has so far, and what is left to plan with.
 
@@ -27,34 +29,18 @@ class Step:
     missing_blocks: that the first waiting sequence lacks; of the last step that looked, until this one does.
     """
 
-    __slots__ = (
-        "blocked",
-        "decode_tokens",
-        "decoding",
-        "deferred",
-        "has_preempted",
-        "may_learn",
-        "missing_blocks",
-        "plan",
-        "prefilling",
-        "shares",
-        "tokens",
-        "verifying",
-    )
-
-    def __init__(self, plan: StepPlan, tokens: int, missing_blocks: int) -> None:
-        self.plan = plan
-        self.tokens = tokens
-        self.missing_blocks = missing_blocks
-        self.decode_tokens = 0
-        self.may_learn = False
-        self.decoding: list[Sequence] = []
-        self.verifying: list[Sequence] = []
-        self.prefilling: list[Sequence] = []
-        self.shares: Shares | None = None
-        self.deferred = set[int]()
-        self.blocked = False
-        self.has_preempted = False
+    plan: StepPlan
+    tokens: int
+    missing_blocks: int
+    decode_tokens: int = 0
+    may_learn: bool = False
+    decoding: list[Sequence] = field(default_factory=list)
+    verifying: list[Sequence] = field(default_factory=list)
+    prefilling: list[Sequence] = field(default_factory=list)
+    shares: Shares | None = None
+    deferred: set[int] = field(default_factory=set)
+    blocked: bool = False
+    has_preempted: bool = False
 
     # Compression
 

@@ -7,65 +7,42 @@ import weakref
 from typing import NoReturn
 
 from msgspec.structs import replace
-from ray.util.placement_group import PlacementGroup
 
 from kvllm.core.executor import Executor, WorkersRestarted
 from kvllm.core.protocol import StepPlan, StepResult, decode_result, encode
-from kvllm.distributed.placement import acquire_ray, release_ray
-from kvllm.distributed.restart_budget import RestartBudget
-from kvllm.distributed.results import merge
-from kvllm.distributed.transfers import TransfersOfRanks
+from kvllm.distributed.faults import RestartBudget
+from kvllm.distributed.placement import Place, release_ray
+from kvllm.distributed.results import TransfersOfRanks, merge
 from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
 from kvllm.worker.build import Loaded, RunnerSettings
 
 
 class RayExecutor(Executor):
-    """Runs plans on `world_size` ranks, in the Ray cluster that this process belongs to, or can join, or starts. Tokens
-    of a step in flight go into the next one on the ranks' devices.
+    """Runs plans on the ranks of a place, which it gives back. Tokens of a step in flight go into the next one on the
+    ranks' devices.
 
-    Args:
-        placement: a strategy of Ray's placement groups. "STRICT_PACK": all ranks on one node.
-        max_restarts: how many faults are repaired before a plan raises WorkerError.
-        group: where the ranks go, if their places are reserved already.
-
-    Raises:
-        ConfigError: the cluster cannot hold the ranks.
+    budget: how many faults are repaired before a plan raises WorkerError.
     """
 
     fills_pending = True
 
-    def __init__(
-        self,
-        world_size: int,
-        placement: str = "STRICT_PACK",
-        max_restarts: int = 3,
-        group: PlacementGroup | None = None,
-        device: str = "auto",
-    ) -> None:
-        self.world_size = world_size
-        self.placement = placement
-        self._device_asked = device
+    def __init__(self, place: Place, budget: RestartBudget) -> None:
+        self.device = place.device
         self.restart_seconds: list[float] = []
         """How long each restart took, from the discovery of the fault until all ranks had loaded the model."""
         self._settings: RunnerSettings | None = None
-        self._budget = RestartBudget(max_restarts)
-        self._transfers = TransfersOfRanks(world_size)
-        self._group = group
+        self._budget = budget
+        self._transfers = TransfersOfRanks()
         self._groups: list[WorkerGroup] = []  # the one group, or none
-        acquire_ray(world_size)
         self._finalizer = weakref.finalize(self, _end, self._groups)
-        self._groups.append(WorkerGroup(world_size, placement, group, device))
+        self._place = place
+        self._groups.append(WorkerGroup(place))
 
     @property
     def available_memory(self) -> int:
         """Bytes of memory that a rank may call its own: the least over all ranks, before they load the model."""
         return self._groups[0].available_memory
-
-    @property
-    def device(self) -> str:
-        """The device type of the ranks: "cuda" or "cpu"."""
-        return self._groups[0].device
 
     @property
     def pids(self) -> list[int]:
@@ -86,7 +63,7 @@ class RayExecutor(Executor):
         """Raises WorkersRestarted when a fault was repaired, WorkerError when there were too many."""
         self._budget.check()
         if plan.reset:  # loads are numbered anew
-            self._transfers = TransfersOfRanks(self.world_size)
+            self._transfers = TransfersOfRanks()
         if not self._groups or not self._groups[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:
@@ -110,10 +87,11 @@ class RayExecutor(Executor):
         begin = time.monotonic()
         while True:
             _close(self._groups)
-            self._transfers = TransfersOfRanks(self.world_size)
+            self._transfers = TransfersOfRanks()
             self._budget.spend(fault)
             try:
-                self._groups.append(WorkerGroup(self.world_size, self.placement, self._group, self._device_asked))
+                self._place = self._place.again()
+                self._groups.append(WorkerGroup(self._place))
                 if self._settings:
                     self._groups[0].load(self._settings)
             except WorkerError as another:

@@ -10,7 +10,14 @@ import time
 from pathlib import Path
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvllm.errors import ConfigError
 
@@ -78,50 +85,94 @@ def _start_ray(num_ranks: int) -> None:
 # Places
 
 
-def reserve(num_replicas: int, num_ranks: int, strategy: str, device: str) -> list[PlacementGroup]:
-    """A placement group for each replica, with a bundle for each of its ranks.
+class Place:
+    """Where a replica runs: a placement group, with a bundle for each of its ranks.
+
+    device: what each bundle has, "cuda" or "cpu".
+    strategy: of Ray, by which such a place is asked for again; None for that of the actor which is running, which
+        outlives all that is put there.
+    """
+
+    def __init__(self, group: PlacementGroup, strategy: str | None = None) -> None:
+        self._group = group
+        self.strategy = strategy
+        self.num_ranks: int = group.bundle_count
+        self.device = "cuda" if "GPU" in group.bundle_specs[0] else "cpu"
+
+    @staticmethod
+    def ask(num_ranks: int, device: str, strategy: str) -> Place:
+        """Ask for one, without waiting for it."""
+        bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+        return Place(placement_group([bundle] * num_ranks, strategy=strategy), strategy)
+
+    @staticmethod
+    def of_this_actor() -> Place:
+        group = get_current_placement_group()
+        assert group
+        return Place(group)
+
+    def again(self) -> Place:
+        """Ask for such a place anew, without waiting for it, if this one was given back."""
+        return Place.ask(self.num_ranks, self.device, self.strategy) if self.strategy else self
+
+    def give_back(self) -> None:
+        if self.strategy and ray.is_initialized():
+            remove_placement_group(self._group)
+
+    def nodes(self) -> list[str]:
+        """The node of each bundle. Raises ConfigError if the cluster cannot hold the ranks."""
+        _wait([self])
+        found: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        return [found[bundle] for bundle in range(self.num_ranks)]
+
+    def bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        """What puts an actor of Ray into a bundle."""
+        return PlacementGroupSchedulingStrategy(self._group, index)
+
+    def is_ready(self, seconds: float) -> bool:
+        """Wait until the ranks have their places, but no longer than `seconds`."""
+        return self._group.wait(seconds)
+
+
+def reserve(num_replicas: int, num_ranks: int, strategy: str, device: str) -> list[Place]:
+    """Join a cluster, or start one, and find a place for each replica.
 
     device: "cuda", "cpu", or "auto" for GPUs if the cluster has any.
-    Raises ConfigError if the cluster cannot hold the ranks on such devices.
+
+    Raises ConfigError if the cluster cannot hold the ranks on such devices. Otherwise, whoever gets the places gives
+    them back and calls `release_ray`.
     """
-    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    kind = "GPU" if device == "cuda" or (device == "auto" and has_gpus) else "CPU"
-    _check_resources(num_replicas, num_ranks, kind, strategy)
-    groups = [ask_for(num_ranks, kind, strategy) for _ in range(num_replicas)]
+    acquire_ray(num_replicas * num_ranks)
+    places = []
     try:
-        _wait(groups, f"{_sizes(num_replicas, num_ranks)}: no place for the ranks", kind)
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        found = "cuda" if device == "cuda" or (device == "auto" and has_gpus) else "cpu"
+        places += [Place.ask(num_ranks, found, strategy) for _ in range(num_replicas)]
+        _wait(places)
     except BaseException:
-        for group in groups:
-            remove_placement_group(group)
+        for place in places:
+            place.give_back()
+        release_ray()
         raise
-    return groups
+    return places
 
 
-def _wait(groups: list[PlacementGroup], what: str, kind: str) -> None:
+def _wait(places: list[Place]) -> None:
+    if places[0].strategy:
+        _check_resources(len(places), places[0].num_ranks, places[0].device, places[0].strategy)
     deadline = time.monotonic() + PLACEMENT_SECONDS
-    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+    if not all(place.is_ready(max(0.0, deadline - time.monotonic())) for place in places):
+        kind = _kind(places[0].device)
         free = ray.available_resources().get(kind, 0)
-        raise ConfigError(f"{what} in {PLACEMENT_SECONDS:g} s, {free:g} {kind}s are free: end what uses the others")
+        raise ConfigError(
+            f"{_sizes(len(places), places[0].num_ranks)}: no place for the ranks in {PLACEMENT_SECONDS:g} s, "
+            f"{free:g} {kind}s are free: end what uses the others"
+        )
 
 
-def ask_for(num_ranks: int, kind: str, strategy: str) -> PlacementGroup:
-    """The same for one replica, without waiting for it."""
-    bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if kind == "GPU" else {"CPU": 1}
-    return placement_group([bundle] * num_ranks, strategy=strategy)
-
-
-def kind_of(group: PlacementGroup) -> str:
-    return "GPU" if "GPU" in group.bundle_specs[0] else "CPU"
-
-
-def nodes_of(group: PlacementGroup) -> list[str]:
-    """The node of each bundle. The group must be placed."""
-    found: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [found[bundle] for bundle in range(group.bundle_count)]
-
-
-def _check_resources(num_replicas: int, num_ranks: int, kind: str, strategy: str) -> None:
+def _check_resources(num_replicas: int, num_ranks: int, device: str, strategy: str) -> None:
     """Refuse bundles that no node can ever hold: they would wait without an end."""
+    kind = _kind(device)
     nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
     on_one_node = strategy == "STRICT_PACK"
     room = sum(node // num_ranks for node in nodes) if on_one_node else sum(nodes) // num_ranks
@@ -132,6 +183,11 @@ def _check_resources(num_replicas: int, num_ranks: int, kind: str, strategy: str
             f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {per_node}'
             + ('. device="cpu" runs ranks on CPUs' if kind == "GPU" else "")
         )
+
+
+def _kind(device: str) -> str:
+    """Ray's name for a device."""
+    return "GPU" if device == "cuda" else "CPU"
 
 
 def _sizes(num_replicas: int, num_ranks: int) -> str:

@@ -21,12 +21,11 @@ import ray
 import ray.util
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvllm.distributed.channel import Channel
-from kvllm.distributed.hang_detector import HangDetector
-from kvllm.distributed.placement import kind_of, nodes_of, reserve
+from kvllm.distributed.faults import HangDetector
+from kvllm.distributed.placement import Place
 from kvllm.distributed.rank import HEARTBEAT, Rank, RankSpec, Ready, Start
 from kvllm.errors import KvLLMError, WorkerError
 from kvllm.worker.build import Loaded, RunnerSettings
@@ -44,10 +43,10 @@ ORDERED_STORES = ("x86_64", "AMD64")
 
 
 class WorkerGroup:
-    """Starts the ranks, in `group` or in a placement group of its own. `load` comes first, then any number of plans, of
-    which several may be in flight.
+    """Starts the ranks in a place, which it gives back. `load` comes first, then any number of plans, of which several
+    may be in flight.
 
-    device: "cuda" or "cpu". available_memory: bytes for each rank, the least over all. pids: by rank.
+    available_memory: bytes for each rank, the least over all. pids: by rank.
     in_step: False if an exception, such as an interrupt, kept a plan from some ranks, or cut an answer in two. Then the
         group must be replaced.
 
@@ -55,26 +54,21 @@ class WorkerGroup:
         ConfigError: the cluster cannot hold the ranks. WorkerError: a rank did not start.
     """
 
-    def __init__(
-        self, world_size: int, placement: str, group: PlacementGroup | None = None, device: str = "auto"
-    ) -> None:
-        self.world_size = world_size
+    def __init__(self, place: Place) -> None:
+        self.world_size = place.num_ranks
         self.in_step = True
         self.pids: list[int] = []
         self._number = 0
         self._in_flight: deque[int] = deque()
-        self._answers: list[dict[int, bytes]] = [{} for _ in range(world_size)]  # by the numbers of plans
+        self._answers: list[dict[int, bytes]] = [{} for _ in range(self.world_size)]  # by the numbers of plans
         self._channels: list[Channel] = []
         self._actors: list[Any] = []  # handles: their types lack the methods that Ray adds
         self._runs: list[ray.ObjectRef] = []
         self._processes: list[psutil.Process] = []
         self._selector = selectors.DefaultSelector()
-        self._owned_group: PlacementGroup | None = None
+        self._place = place
         try:
-            if not group:
-                group = self._owned_group = reserve(1, world_size, placement, device)[0]
-            self.device = "cuda" if kind_of(group) == "GPU" else "cpu"
-            readies = self._start(group)
+            readies = self._start(place)
         except BaseException:
             self.close()
             raise
@@ -119,17 +113,15 @@ class WorkerGroup:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-            if self._owned_group:
-                remove_placement_group(self._owned_group)
+        self._place.give_back()
         psutil.wait_procs(self._processes, timeout=SILENCE_SECONDS)
 
     # Start
 
-    def _start(self, group: PlacementGroup) -> list[Ready]:
+    def _start(self, place: Place) -> list[Ready]:
         """Start the ranks, in the order of their nodes, and connect to them."""
-        device = self.device
         here = ray.get_runtime_context().get_node_id()
-        node_of = nodes_of(group)
+        node_of = place.nodes()
         bundles = sorted(range(self.world_size), key=lambda i: (node_of[i] != here, node_of[i], i))
         nodes = [node_of[bundle] for bundle in bundles]
         address = "127.0.0.1" if set(nodes) == {here} else ray.util.get_node_ip_address()
@@ -139,14 +131,14 @@ class WorkerGroup:
                 spec = RankSpec(
                     rank,
                     self.world_size,
-                    _collectives(nodes, device),
-                    device,
+                    _collectives(nodes, place.device),
+                    place.device,
                     nodes.count(nodes[rank]),
                     max(1, torch.get_num_threads() // nodes.count(nodes[rank])),
                     listener.getsockname(),
                     secret,
                 )
-                self._start_rank(spec, group, bundle)
+                self._start_rank(spec, place.bundle(bundle))
             readies = self._accept(listener, secret)
         self.pids = [ready.pid for ready in readies]
         for pid, node in zip(self.pids, nodes, strict=True):
@@ -155,12 +147,9 @@ class WorkerGroup:
                     self._processes.append(psutil.Process(pid))
         return readies
 
-    def _start_rank(self, spec: RankSpec, group: PlacementGroup, bundle: int) -> None:
-        actor = ray.remote(Rank).options(
-            num_cpus=1,
-            num_gpus=int(spec.device == "cuda"),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        )
+    def _start_rank(self, spec: RankSpec, bundle: PlacementGroupSchedulingStrategy) -> None:
+        num_gpus = int(spec.device == "cuda")
+        actor = ray.remote(Rank).options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=bundle)
         self._actors.append(actor.remote())
         self._runs.append(self._actors[-1].run.remote(msgspec.msgpack.encode(spec)))
 

@@ -15,14 +15,7 @@ from kvllm.compression.specs import AUTO
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.config.compression import DEFAULT_POLICY, is_option, option_types
 from kvllm.config.engine import SWAP_MODES
-from kvllm.engine_args import (
-    DEVICES,
-    EXECUTOR_BACKENDS,
-    LOAD_FORMATS,
-    PLACEMENTS,
-    REFUSED,
-    EngineArgs,
-)
+from kvllm.engine_args import DEVICES, EXECUTOR_BACKENDS, LOAD_FORMATS, PLACEMENTS, REFUSED, EngineArgs
 from kvllm.entrypoints.model_argument import add_model_argument
 from kvllm.entrypoints.settings import parse_json_object, parse_settings, reader
 from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib

@@ -14,14 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvllm.config import (
-    CompressionConfig,
-    EngineConfig,
-    bounding,
-    check_host_size,
-    host_room,
-    make_kv_groups,
-)
+from kvllm.config import CompressionConfig, EngineConfig, bounding, check_host_size, host_room, make_kv_groups
 from kvllm.config.engine import SWAP_MODES
 from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression

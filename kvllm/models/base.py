@@ -101,11 +101,7 @@ class Decoder:
         self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        wanted: torch.Tensor | None = None,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.
 
@@ -140,11 +136,7 @@ class Decoder:
         self.adapters.narrow(wanted)
 
     def recompute_queries(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        visit: Visitor,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, visit: Visitor
     ) -> None:
         """Recover the queries of cached tokens: a forward pass that reads the cache and writes nothing.
 

@@ -53,12 +53,7 @@ def convolve(
 
 
 def gated_delta_rule(
-    mixed: torch.Tensor,
-    decays: torch.Tensor,
-    strengths: torch.Tensor,
-    key_heads: int,
-    step: RecurrentStep,
-    layer: int,
+    mixed: torch.Tensor, decays: torch.Tensor, strengths: torch.Tensor, key_heads: int, step: RecurrentStep, layer: int
 ) -> torch.Tensor:
     """What the query tokens read, `[T, heads, value_dim]` of the dtype of `mixed`. States are changed in place.
 

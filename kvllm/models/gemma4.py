@@ -437,10 +437,7 @@ def build(
     embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, config.embedding_scale)
     of_kind = {
         slides: structs.replace(config, num_kv_heads=heads.kv_heads, head_dim=heads.head_dim, rope=rope)
-        for slides, heads, rope in (
-            (False, sizes.full, config.rope),
-            (True, sizes.sliding, config.second_rope),
-        )
+        for slides, heads, rope in ((False, sizes.full, config.rope), (True, sizes.sliding, config.second_rope))
     }
     tables = {slides: rotary_table(each, max_model_len, device) for slides, each in of_kind.items()}
     cached = structs.replace(sizes.cached, kv_heads=kv_heads(config.num_kv_heads, shard).count)

@@ -93,11 +93,7 @@ def read_experts(keys: SigmoidExpertsKeys) -> Experts:
     if not 1 <= shared <= 1 << 20:
         refuse(f"n_shared_experts is {keys.n_shared_experts}: an MLP for all tokens of {shared} columns")
     return msgspec.structs.replace(
-        experts,
-        scale=keys.routed_scaling_factor,
-        shared_intermediate_size=shared,
-        groups=groups,
-        best_groups=best,
+        experts, scale=keys.routed_scaling_factor, shared_intermediate_size=shared, groups=groups, best_groups=best
     )
 
 

@@ -33,8 +33,5 @@ def read(keys: GraniteMoeHybridKeys) -> dict[str, Any]:
 make_mlp = partial(GatedMLP, name="shared_mlp", fused="input_linear", down="output_linear")
 
 FAMILY = Family(
-    model_type="granitemoehybrid",
-    keys=GraniteMoeHybridKeys,
-    read=read,
-    build=partial(build_decoder, make_mlp=make_mlp),
+    model_type="granitemoehybrid", keys=GraniteMoeHybridKeys, read=read, build=partial(build_decoder, make_mlp=make_mlp)
 )

@@ -99,8 +99,5 @@ def read(keys: Ministral3Keys) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    model_type="ministral3",
-    keys=Ministral3Keys,
-    read=read,
-    build=partial(build_decoder, make_attention=make_attention),
+    model_type="ministral3", keys=Ministral3Keys, read=read, build=partial(build_decoder, make_attention=make_attention)
 )

@@ -36,8 +36,5 @@ def read(keys: MixtralKeys) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    model_type="mixtral",
-    keys=MixtralKeys,
-    read=read,
-    build=partial(build_decoder, make_expert_mlp=MixtralMLP),
+    model_type="mixtral", keys=MixtralKeys, read=read, build=partial(build_decoder, make_expert_mlp=MixtralMLP)
 )

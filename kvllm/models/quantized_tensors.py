@@ -76,10 +76,7 @@ def _stored_float8(form: WeightFormat, module: str, shape: tuple[int, ...]) -> d
     shapes: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,), ())
     if form.block is not None:
         shapes = ((-(-shape[0] // form.block[0]), -(-shape[1] // form.block[1])),)
-    return {
-        f"{module}.weight": Stored(("F8_E4M3",), (shape,)),
-        f"{module}.{form.scale}": Stored(SCALES, shapes),
-    }
+    return {f"{module}.weight": Stored(("F8_E4M3",), (shape,)), f"{module}.{form.scale}": Stored(SCALES, shapes)}
 
 
 def _stored_mxfp4(module: str, shape: tuple[int, ...]) -> dict[str, Stored]:

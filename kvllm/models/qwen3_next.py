@@ -78,10 +78,7 @@ class InTurnsDeltaNet(GatedDeltaNet):
         }
         return {
             f"{prefix}.{name}.weight": Weight(
-                (whole[name], hidden),
-                MatrixRows(weight, 0, len(rows)),
-                order=rows,
-                quantized=weight is self.inputs,
+                (whole[name], hidden), MatrixRows(weight, 0, len(rows)), order=rows, quantized=weight is self.inputs
             )
             for name, (weight, rows) in found.items()
         }

@@ -189,9 +189,7 @@ def _read(name: str, given: dict[str, Any], keys: TopKeys) -> Rope:
     if not _positive(theta):
         raise CheckpointError(f"rope_theta is {theta}, but must be a positive number")
     rope.original_max_position_embeddings = _agreed(
-        "original_max_position_embeddings",
-        rope.original_max_position_embeddings,
-        keys.original_max_position_embeddings,
+        "original_max_position_embeddings", rope.original_max_position_embeddings, keys.original_max_position_embeddings
     )
     proportional = kind == "proportional"
     if proportional and (keys.INTERLEAVED or rope.factor not in (None, 1)):

@@ -17,12 +17,13 @@ from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.groups import GroupForm, Groups
 from kvllm.lora.product import AdaptedMatrix
 from kvllm.memory_pages import use_huge_pages
-from kvllm.models import grouped_weights
 from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, pack_integers, packed_form, quantize
 from kvllm.models.quantized_tensors import Integers
 from kvllm.models.weight_format import WeightFormat
 
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
+PACKED_DTYPES = {4: torch.int32, 6: torch.uint8, 8: torch.int8}
+"""Of packed integers, by their bits."""
 ALIGNMENT = 64
 HUGE_PAGE = 1 << 21
 CHUNK = 64 << 20
@@ -101,9 +102,9 @@ class LinearWeight:
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
         if packing and self.form:
-            shape = grouped_weights.packed_shape(tiles, columns, self.form)
-            self.packed = packing.zeros(shape, grouped_weights.DTYPES[self.form.bits])
-            self.scales = packing.zeros(grouped_weights.scales_shape(tiles, columns, self.form), torch.float16)
+            shape = packed_shape(tiles, columns, self.form)
+            self.packed = packing.zeros(shape, PACKED_DTYPES[self.form.bits])
+            self.scales = packing.zeros(scales_shape(tiles, columns, self.form), torch.float16)
         elif packing and packing.form and packing.form.integers:
             self._allocate_integers(packing, packing.form, tiles)
         elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
@@ -166,7 +167,7 @@ class LinearWeight:
     def write_groups(self, first: int, rows: Groups) -> None:
         """Fill the rows from `first` on with those of a file, in the form of the matrix."""
         assert self.packed is not None and self.scales is not None and self.form is not None
-        integers, scales = grouped_weights.pack_groups(rows, self.form)
+        integers, scales = pack_groups(rows, self.form)
         _tile(integers, first, self.packed)
         operator("tile_rows")(scales, first, self.scales.flatten(1, 2))
 
@@ -252,3 +253,31 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _tile(rows: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
     """Write rows, which are whole words of 32 bits, to those of packed memory from `first` on."""
     operator("tile_rows")(rows.contiguous().view(torch.int32), first, tiles.view(torch.int32).flatten(2))
+
+
+def packed_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
+    """Of the integers that `pack_groups` makes, which have a dtype of PACKED_DTYPES."""
+    words = in_features * form.bits // (8 * WORD)
+    return (tiles, words, TILE) if form.bits == 4 else (tiles, words, TILE, WORD)
+
+
+def scales_shape(tiles: int, in_features: int, form: GroupForm) -> tuple[int, ...]:
+    """Of the scales, and minimums, that `pack_groups` makes: float16."""
+    return (tiles, in_features // form.group, 2 if form.minimums else 1, TILE)
+
+
+def pack_groups(rows: Groups, form: GroupForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[n, in_features]` as the CPU's kernels read them (csrc/cpu/linear.h), before they are put into tiles.
+
+    Returns integers: int32 `[n, words]`. scales: float16 `[n, numbers]`, the scale of each group, and its minimum.
+    """
+    held = rows.held_as(form)
+    words = held.values.contiguous().view(torch.int32)  # four integers each
+    if form.bits == 4:
+        low, high = words.unflatten(1, (-1, 2)).unbind(2)
+        words = low | high << 4
+    elif form.bits == 6:
+        first, last = words.unflatten(1, (-1, 4)).split((3, 1), 2)
+        words = (first | (last >> torch.tensor([0, 2, 4], dtype=torch.int32) & 0x03030303) << 6).flatten(1)
+    numbers = [held.scales] if held.minimums is None else [held.scales, held.minimums]
+    return words, torch.stack(numbers, 2).flatten(1).to(torch.float16)

@@ -30,12 +30,7 @@ class CausalPasses:
         self._device = device
         self._name = backend
         self._shape = CacheShape(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            block_size,
-            dtype,
-            places=(0,) * config.num_layers,
+            config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype, places=(0,) * config.num_layers
         )
         self._grow(1)
 

@@ -11,7 +11,7 @@ import torch
 
 from kvllm.core.input_processor import InputProcessor
 from kvllm.engine_args import EngineArgs
-from kvllm.engine_builder import check_device, dtype_of, local_device, read_tokenizer, runner_settings
+from kvllm.engine_builder import dtype_of, local_device, read_tokenizer, runner_settings
 from kvllm.errors import ConfigError, RequestError
 from kvllm.parallel import SingleRank
 from kvllm.pooling.attention import CausalPasses
@@ -22,7 +22,7 @@ from kvllm.pooling_config import PoolingConfig
 from kvllm.prompts import PROMPT_KEYS, Prompt
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import Tokenizer
-from kvllm.worker.build import DTYPES, load_shard
+from kvllm.worker.build import DTYPES, check_device, load_shard
 from kvllm.worker.threads import set_up_threads
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PoolingEngine:
             args.name,
             self.model_config.architecture,
             dtype_of(args),
-            local_device(args),
+            local_device(args.device),
             "embeddings" if self.config.task == "embed" else f"scores of {len(self.config.labels)} classes",
             self.config.pooling,
         )
@@ -140,12 +140,8 @@ class PoolingEngine:
         return self._inputs.tokens_of(prompt)[1][:most]
 
     def _load(self, args: EngineArgs) -> PoolingRunner:
-        model, settings, device = (
-            self.model_config,
-            runner_settings(args, self.engine_config),
-            torch.device(local_device(args)),
-        )
-        check_device(args, device.type)
+        model, settings, device = self.model_config, runner_settings(args), torch.device(local_device(args.device))
+        check_device(settings, device.type)
         make_passes = partial(
             CausalPasses, model, DTYPES[settings.dtype], args.block_size, args.attention_backend, device
         )

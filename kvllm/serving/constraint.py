@@ -17,9 +17,7 @@ from kvllm.tokenizer import Tokenizer
 
 
 def constraint(
-    body: CompletionRequest | ChatCompletionRequest,
-    tokenizer: Tokenizer | None = None,
-    tools: ToolChoice | None = None,
+    body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer | None = None, tools: ToolChoice | None = None
 ) -> StructuredOutputsParams | None:
     """The rule of a request, or None. Raises ApiError and ConfigError.
 

@@ -92,11 +92,7 @@ def prompt_logprobs(positions: list[Position]) -> list[dict[str, Any] | None]:
         None
         if position is None
         else {
-            str(token_id): {
-                "logprob": _finite(each.logprob),
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
-            }
+            str(token_id): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
             for token_id, each in position.items()
         }
         for position in positions

@@ -146,10 +146,7 @@ def document(root_path: str = "", optional: frozenset[str] = frozenset()) -> byt
             "info": {"title": "KvLLM", "version": kvllm.__version__},
             "servers": [{"url": root_path or "/"}],
             "paths": paths,
-            "components": {
-                "schemas": schemas,
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            },
+            "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
             "security": [{}, {"key": []}],
         }
     )

@@ -71,7 +71,7 @@ def chosen_parser(flag: str, template: str | None, markers: Markers) -> str:
 
 
 def _own_template(args: EngineArgs) -> str | None:
-    tokenizer = find_tokenizer(args.tokenizer_path)
+    tokenizer = find_tokenizer(args.tokenizer_files)
     try:
         return tokenizer.chat_template(None, [{}]) if tokenizer else None
     except RequestError:  # it has none

@@ -140,12 +140,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     previous_input_messages: Annotated[Any, Refused("send them as input", [])] = None
 
 
-SAME_NAME = (
-    *SamplingFields.__struct_fields__,
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "include_reasoning",
-)
+SAME_NAME = (*SamplingFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs", "include_reasoning")
 decoder = msgspec.json.Decoder(ResponsesRequest)
 
 

@@ -101,12 +101,7 @@ class EventStream:
     done: what ends the stream. failure: the event of an error.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        done: bytes = DONE,
-        failure: Callable[[ApiError], bytes] = error_event,
-    ) -> None:
+    def __init__(self, source: Source, done: bytes = DONE, failure: Callable[[ApiError], bytes] = error_event) -> None:
         self.source = source
         self.done = done
         self.failure = failure

@@ -261,13 +261,7 @@ class SimulatedExecutor(BlockingExecutor):
             yield batch
 
     def _select(
-        self,
-        windows: list[Window],
-        config: CompressionConfig,
-        layers: int,
-        *,
-        learns: bool,
-        recomputes: bool,
+        self, windows: list[Window], config: CompressionConfig, layers: int, *, learns: bool, recomputes: bool
     ) -> None:
         """Score the windows' keys in so many layers, in one pass.
 

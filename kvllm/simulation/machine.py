@@ -106,11 +106,7 @@ class SimulatedMachine:
 
 
 def new_sequence(
-    config: EngineConfig,
-    seq_id: int,
-    token_ids: list[int],
-    lengths: Lengths,
-    service_class: ServiceClass = ANONYMOUS,
+    config: EngineConfig, seq_id: int, token_ids: list[int], lengths: Lengths, service_class: ServiceClass = ANONYMOUS
 ) -> Sequence:
     """A request that ends with so many tokens, whatever they are. token_ids: its prompt, and any output so far."""
     prompt, output = lengths

@@ -17,6 +17,7 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig, bounding
+from kvllm.errors import ConfigError
 from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
@@ -199,6 +200,31 @@ def check_runner(
     return _method(settings, shard, device), _backend(settings, shard, device, 1)
 
 
+def check_device(settings: RunnerSettings, device: str) -> None:
+    """Raise ConfigError for what a device, "cuda" or "cpu", does not compute."""
+    if settings.draft:
+        check_device(settings.draft, device)
+    if device != "cuda":
+        return
+    engine, form = settings.engine, settings.model.weight_format
+    if engine.speculation and engine.speculation.method == "self":
+        raise ConfigError(
+            'speculative_config method="self" drafts on a CPU only, not on a GPU: use another, or device="cpu"'
+        )
+    if settings.quantization not in (None, EXPANDED):
+        raise ConfigError(f"quantization={settings.quantization!r} is computed on a CPU only: leave it out on a GPU")
+    if form and form.integers:
+        raise ConfigError(
+            f"{settings.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
+            'checkpoint of floating point, or device="cpu"'
+        )
+    if engine.recalls:
+        raise ConfigError(
+            "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "
+            'them out, or give device="cpu"'
+        )
+
+
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
     """The attention backend of a rank, over a cache of its own."""
     model = settings.model
@@ -258,6 +284,13 @@ def _draft_model(
     block_bytes = draft_bytes_per_block(of_draft.model, backend.cache.shape)
     arguments = (backend, of_draft.engine, block_bytes, settings.engine.most_drafts)
     return MTPModel(draft, *arguments) if isinstance(draft, MTPDecoder) else DraftModel(draft, *arguments)
+
+
+def draft_block_bytes(draft: RunnerSettings | None) -> int:
+    """Bytes of a block in the pool of what drafts, of which there is one for each block of the other pool."""
+    if draft is None:
+        return 0
+    return draft_bytes_per_block(draft.model, rank_cache_shape(draft.model, draft.dtype, draft.engine, 1))
 
 
 def draft_bytes_per_block(model: ModelConfig, shape: CacheShape) -> int:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvllm.attention.base import AttentionBatch, HostRows
 from kvllm.worker.features.base import StepFeature
-from kvllm.worker.state import PartTables, SequenceState
+from kvllm.worker.state import BlockTables, PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs, write, write_rows
+from kvllm.worker.transfer import to_device
 
 AHEAD = 2
 """Steps whose inputs may be on their way to the device while those of the next one are written."""
@@ -200,3 +202,18 @@ class _PartialInputs:
     def write_slots(self, tables: PartTables) -> None:
         """Where the KV pairs of the tokens are stored."""
         write_rows(self.tensors.array("slot_mapping"), tables.slot_mapping(self.token_slots, self.kv_index), padding=-1)
+
+
+def read_batch(tables: BlockTables, table_slots: list[int], index: np.ndarray, device: torch.device) -> AttentionBatch:
+    """The attention batch of a pass over query tokens that are cached already.
+
+    index: `[S, query tokens]`, where in its sequence's cache the KV pair of each is. table_slots: of the S.
+    """
+    rows = HostRows(np.arange(0, index.size + 1, index.shape[1], dtype=np.int32), index.astype(np.int32).ravel())
+    num_blocks = int(index.max()) // tables.block_size + 1
+    return AttentionBatch(
+        to_device(rows.query_start_loc, device),
+        to_device(rows.last_kv_index, device),
+        to_device(tables.table[table_slots, :num_blocks], device),
+        on_host=rows,
+    )

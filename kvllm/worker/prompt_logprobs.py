@@ -22,14 +22,7 @@ class PromptReport:
     The memory of logits does not follow the length of the chunk, if they are computed when they are asked for.
     """
 
-    def __init__(
-        self,
-        seq_id: int,
-        first: int,
-        token_ids: list[int],
-        count: int,
-        logits: Iterable[Tensor],
-    ) -> None:
+    def __init__(self, seq_id: int, first: int, token_ids: list[int], count: int, logits: Iterable[Tensor]) -> None:
         """
         token_ids: those at positions `first`, `first + 1`, ... of the prompt.
         count: how many of the most likely tokens to report at each position.

@@ -26,7 +26,7 @@ from kvllm.core.policies import Threshold
 from kvllm.core.protocol import CompressionJob
 from kvllm.models.base import Visitor
 from kvllm.worker.features.base import WorkerParts
-from kvllm.worker.read_batch import read_batch
+from kvllm.worker.inputs import read_batch
 from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
 from kvllm.worker.state import SequenceState
 from kvllm.worker.timing import PhaseClock
@@ -101,12 +101,7 @@ class Selector:
         for offset in range(job.chosen * first.stride, job.num_windows * first.stride, first.stride):
             yield tuple(
                 Window(
-                    state,
-                    own.first_block * self.block_size + offset,
-                    own.size,
-                    own.retain,
-                    begin + offset,
-                    job.learns,
+                    state, own.first_block * self.block_size + offset, own.size, own.retain, begin + offset, job.learns
                 )
                 if own.dropped
                 else None

@@ -20,10 +20,7 @@ from kvllm.worker.transfer import to_device
 
 
 def verify(
-    logits: torch.Tensor,
-    of_all: SampleRows,
-    drafts: Sequence[list[int]],
-    most_likely: torch.Tensor | None = None,
+    logits: torch.Tensor, of_all: SampleRows, drafts: Sequence[list[int]], most_likely: torch.Tensor | None = None
 ) -> list[list[SampledToken]]:
     """The right tokens of each draft, and the token that is sampled after them.
 

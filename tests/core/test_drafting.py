@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvllm.config import EngineConfig, SpeculativeConfig
-from kvllm.core.drafting import suffix
+from kvllm.core.drafting import lookup
 from kvllm.core.drafting.index import MOST_PLACES, RunIndex
-from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.drafting.lookup import NgramDrafter, SuffixDrafter
 from kvllm.core.drafting.step_cost import StepCost, measure_steps
-from kvllm.core.drafting.suffix import SuffixDrafter
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.sequence import Sequence, ServiceClass
@@ -88,7 +87,7 @@ def test_outputs_of_an_equal_salt_are_seen() -> None:
 
 
 def test_old_outputs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MOST_TOKENS", most := 100)
+    monkeypatch.setattr(lookup, "MOST_TOKENS", most := 100)
     drafter = SuffixDrafter()
     for seq_id in range(4):
         seq = sequence([0, *(1000 * seq_id + i for i in range(most // 2 + 1))], seq_id)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvllm.compression.specs import SPECS
-from kvllm.core.learning_turns import EVERY, FIRST_WINDOWS, LearningTurns
+from kvllm.core.compression_planner import EVERY, FIRST_WINDOWS, LearningTurns
 
 
 def take(turns: LearningTurns, num_windows: int) -> bool:

@@ -38,7 +38,7 @@ from kvllm.core.protocol import (
     encode,
 )
 from kvllm.core.sequence import PENDING
-from kvllm.distributed.restart_budget import RestartBudget
+from kvllm.distributed.faults import RestartBudget
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars

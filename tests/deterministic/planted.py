@@ -19,7 +19,7 @@ from kvllm.core.request import Request
 from kvllm.core.sequence import Sequence
 from kvllm.core.state_snapshots import StateSnapshots
 from kvllm.core.tables import BlockTable
-from kvllm.distributed.replicas.crowding import Crowding
+from kvllm.distributed.replicas.dispatcher import Crowding
 from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.serving.supervisor import EngineSupervisor
 from kvllm.structured.matcher import Matcher

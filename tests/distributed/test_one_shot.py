@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from kvllm.distributed.one_shot import MOST_READ, OneShotSum, find_one_shot
+from kvllm.distributed.process_group import MOST_READ, OneShotSum, find_one_shot
 from tests.helpers.thread_executor import on_threads
 from tests.helpers.thread_shard import ThreadShard
 

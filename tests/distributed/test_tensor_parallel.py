@@ -35,10 +35,10 @@ from kvllm.config import LayerGroup
 from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
 from kvllm.core.sequence import PENDING
 from kvllm.distributed import worker_group
-from kvllm.distributed.hang_detector import HangDetector
+from kvllm.distributed.faults import HangDetector
+from kvllm.distributed.results import TransfersOfRanks
 from kvllm.distributed.results import merge as merge_results
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
-from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.lora.request import LoRARequest
 from kvllm.models.layers import LMHead, VocabEmbedding
@@ -719,7 +719,7 @@ def test_two_ranks_recall_as_one(ray_llm, checkpoints) -> None:
 
 
 def test_a_load_is_there_when_all_ranks_have_it() -> None:
-    ranks = TransfersOfRanks(2)
+    ranks = TransfersOfRanks()
     first = ranks.add([TransferReport([0, 1], [], 4, 0.5), TransferReport([1], [2], 3, 0.6)])
     assert first == TransferReport([1], [], 3, 0.6)
     second = ranks.add([TransferReport([2]), TransferReport([], [0])])

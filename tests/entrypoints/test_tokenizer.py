@@ -71,7 +71,7 @@ def pieces_of(
 def test_loading_says_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         load_tokenizer(tmp_path / "absent")
-    assert find_tokenizer(tmp_path) is None
+    assert find_tokenizer(open_checkpoint(tmp_path)) is None
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids"):
         load_tokenizer(tmp_path)
 

@@ -15,6 +15,7 @@ from transformers import GemmaTokenizer, PreTrainedTokenizerBase
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from kvllm.errors import CheckpointError
+from kvllm.files.checkpoint import open_checkpoint
 from kvllm.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from tests.helpers.tokenizers import CHAT_TEMPLATE, TEXTS, byte_level
 
@@ -288,6 +289,6 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", lambda writer: None)
-    assert find_tokenizer(path) is None
+    assert find_tokenizer(open_checkpoint(path)) is None
     with pytest.raises(CheckpointError, match="model.gguf has no tokenizer: give prompts as token ids, or tokenizer="):
         load_tokenizer(path)

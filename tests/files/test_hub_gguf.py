@@ -185,5 +185,5 @@ def test_no_more_of_a_damaged_file_comes_than_a_header_has(hub, model, monkeypat
 def test_a_tokenizer_by_its_id(hub, model):
     hub.add(REPO, {"Tiny-Q8_0.gguf": model()})
     hub.add_folder("org/base", Path(DEFAULT_MODEL))
-    path = EngineArgs(REPO, tokenizer="org/base").tokenizer_path
-    assert find_tokenizer(path) and not (path / "model.safetensors").exists()
+    files = EngineArgs(REPO, tokenizer="org/base").tokenizer_files
+    assert find_tokenizer(files) and not (files.path / "model.safetensors").exists()

@@ -14,9 +14,8 @@ import torch
 from kvllm import LLM
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
-from kvllm.distributed.results import merge
+from kvllm.distributed.results import TransfersOfRanks, merge
 from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
-from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.engine_builder import runner_settings
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard
@@ -41,16 +40,12 @@ class ThreadExecutor(BlockingExecutor):
     """One runner for each rank, each in a thread. Records the offsets that every call of the method keeps, by rank."""
 
     def __init__(self, llm: LLM, path: Path, shards: Sequence[Shard]) -> None:
-        draft = (
-            runner_settings(llm.engine_args.draft, llm.engine_args.draft.engine_config)
-            if llm.engine_args.draft
-            else None
-        )
+        draft = runner_settings(llm.engine_args.draft) if llm.engine_args.draft else None
         settings = RunnerSettings(
             str(path), load_model_config(path), llm.config, "float32", "auto", "auto", draft=draft
         )
         self.runners = on_threads(len(shards), lambda rank: make_runner(settings, shards[rank], torch.device("cpu")))
-        self.transfers = TransfersOfRanks(len(shards))
+        self.transfers = TransfersOfRanks()
         self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
         for runner, kept in zip(self.runners, self.kept, strict=True):
             if runner.compressor:

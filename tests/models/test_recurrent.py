@@ -10,7 +10,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.base import Draft
-from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.drafting.lookup import NgramDrafter
 from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from kvllm.kvcache.recurrent import RecurrentStates, RecurrentStep

@@ -15,14 +15,15 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import StepPlan
 from kvllm.entrypoints import cli
 from kvllm.models.config import load_model_config
+from kvllm.pool_sizes import host_block_bytes, host_chunk_bytes
 from kvllm.simulation.cost import CostModel, RecallBatch
 from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.tiers import HostLink
 from kvllm.worker.build import rank_cache_shape
-from kvllm.worker.features.offloading import Offloader, host_block_bytes
-from kvllm.worker.features.recall import Recall, host_chunk_bytes
+from kvllm.worker.features.offloading import Offloader
+from kvllm.worker.features.recall import Recall
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import other, paper_compression

@@ -16,8 +16,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.observed_scores import NEVER, ObservedScores
 from kvllm.worker.features.ragged_lengths import RaggedLengths
-from kvllm.worker.inputs import InputPreparer
-from kvllm.worker.read_batch import read_batch
+from kvllm.worker.inputs import InputPreparer, read_batch
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs

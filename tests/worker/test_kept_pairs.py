@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvllm import SamplingParams
 from kvllm.core.protocol import KeptPairs, StepResult, TransferReport
-from kvllm.distributed.results import merge
-from kvllm.distributed.transfers import TransfersOfRanks
+from kvllm.distributed.results import TransfersOfRanks, merge
 from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.engines import random_token_ids
 from tests.helpers.layout_recorder import compression_config, greedy, make_llm, step
@@ -83,6 +82,6 @@ def test_reports_of_layers_with_shares_of_their_own(checkpoint: Path, swap: str)
 
 def test_ranks_report_their_own_heads() -> None:
     results = [StepResult(kept_pairs=[KeptPairs(3, 8, 16, [0, 1], [[head], [head]])]) for head in (b"a", b"b")]
-    (found,) = merge(results, TransfersOfRanks(2)).kept_pairs
+    (found,) = merge(results, TransfersOfRanks()).kept_pairs
     assert found == KeptPairs(3, 8, 16, [0, 1], [[b"a", b"b"], [b"a", b"b"]])
     assert results[0].transfers == TransferReport()

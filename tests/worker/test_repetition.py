@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvllm.compression import mass
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
-from kvllm.compression.repetition import attention, attention_received
 from kvllm.worker import repetition
-from kvllm.worker.repetition import pieces
+from kvllm.worker.repetition import attention, attention_received, pieces
 from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.dense_decoder import DenseDecoder, attend, attention_probabilities
 from tests.helpers.engines import random_token_ids

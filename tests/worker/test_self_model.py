@@ -13,8 +13,9 @@ import transformers
 from kvllm import LLM, CompressionConfig
 from kvllm.config import engine as engine_config
 from kvllm.engine_args import EngineArgs
-from kvllm.engine_builder import check_device
+from kvllm.engine_builder import runner_settings
 from kvllm.errors import ConfigError
+from kvllm.worker.build import check_device
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.residual import KVResidual
@@ -223,4 +224,4 @@ def test_what_cannot_draft_is_refused(tmp_path: Path, family: str, options: dict
 
 def test_gpus_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="drafts on a CPU only"):
-        check_device(EngineArgs(checkpoint, speculative_config=CONFIG), "cuda")
+        check_device(runner_settings(EngineArgs(checkpoint, speculative_config=CONFIG)), "cuda")

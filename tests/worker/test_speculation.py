@@ -13,7 +13,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.drafting.base import Draft
-from kvllm.core.drafting.ngram import NgramDrafter
+from kvllm.core.drafting.lookup import NgramDrafter
 from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import StructuredOutputsParams

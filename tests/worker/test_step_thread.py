@@ -12,9 +12,9 @@ from kvllm import LLM, SamplingParams
 from kvllm.core.protocol import Decodes, PrefillChunk, SequenceStart, StepPlan
 from kvllm.core.sequence import PENDING
 from kvllm.core.tables import TableStart
+from kvllm.worker.inline import StepThread
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.step_inputs import StepInputs
-from kvllm.worker.step_thread import StepThread
 from tests.helpers.checkpoints import make_checkpoint
 
 PROMPT = [3, 4, 3]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvllm.config.speculation import SpeculativeConfig
 from kvllm.core.drafting.base import Drafter
+from kvllm.core.drafting.lookup import NgramDrafter, SuffixDrafter
 from kvllm.core.drafting.model import ModelDrafter
-from kvllm.core.drafting.ngram import NgramDrafter
-from kvllm.core.drafting.suffix import SuffixDrafter
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:

@@ -14,15 +14,12 @@ REPORT_SECONDS = 0.05
 
 
 class ReplicaSpec(Struct, frozen=True):
-    """The first message to a replica, before it loads the model. num_ranks, placement, max_restarts: see RayExecutor.
+    """The first message to a replica, before it loads the model.
 
-    neighbours: replicas that share the memory of its node.
+    max_restarts: of its ranks, if it has several. neighbours: replicas that share the memory of its node.
     """
 
-    num_ranks: int
-    placement: str
     max_restarts: int
-    device: str
     num_threads: int
     neighbours: int
 

@@ -12,7 +12,6 @@ import msgspec
 import ray
 import torch
 from msgspec import structs
-from ray.util import get_current_placement_group
 
 from kvllm.core.drafting.step_cost import measure_steps
 from kvllm.core.engine import LLMEngine
@@ -22,6 +21,8 @@ from kvllm.core.protocol import SampledToken, SequenceStart
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.distributed.executor import RayExecutor
+from kvllm.distributed.faults import RestartBudget
+from kvllm.distributed.placement import Place
 from kvllm.distributed.replicas.messages import (
     REPORT_SECONDS,
     Compressed,
@@ -92,12 +93,7 @@ class Reporter:
         refused = None
         try:
             engine.resume_request(
-                str(start.seq_id),
-                start.token_ids,
-                start.prompt_length,
-                start.sampling,
-                start.seed,
-                start.service_class,
+                str(start.seq_id), start.token_ids, start.prompt_length, start.sampling, start.seed, start.service_class
             )
         except RequestError as error:
             refused = Sampled([(start.seq_id, SampledToken(0, error=str(error)))])
@@ -173,14 +169,7 @@ def _with_errors(sampled: list[SequenceToken], outputs: list[RequestOutput]) -> 
 
 
 def _ended(seq: Sequence) -> Ended:
-    return Ended(
-        _global_id(seq),
-        seq.preemptions,
-        seq.windows_compressed,
-        seq.evicted,
-        seq.cache_hits,
-        seq.missing,
-    )
+    return Ended(_global_id(seq), seq.preemptions, seq.windows_compressed, seq.evicted, seq.cache_hits, seq.missing)
 
 
 def _global_id(seq: Sequence) -> int:
@@ -192,15 +181,14 @@ class Replica:
 
     def start(self, encoded_spec: bytes) -> bytes:
         """Start the ranks, if there are to be several. Takes a ReplicaSpec, returns a ReplicaReady."""
-        self._spec = spec = msgspec.msgpack.decode(encoded_spec, type=ReplicaSpec)
+        spec, place = msgspec.msgpack.decode(encoded_spec, type=ReplicaSpec), Place.of_this_actor()
         torch.set_num_threads(spec.num_threads)
-        self._ranks = None
-        if spec.num_ranks > 1:
-            group = get_current_placement_group()
-            self._ranks = RayExecutor(spec.num_ranks, spec.placement, spec.max_restarts, group)
+        self._ranks, self._device = None, place.device
+        if place.num_ranks > 1:
+            self._ranks = RayExecutor(place, RestartBudget(spec.max_restarts))
             memory = self._ranks.available_memory // spec.neighbours
         else:
-            memory = available_memory(spec.device, spec.neighbours)
+            memory = available_memory(place.device, spec.neighbours)
         return msgspec.msgpack.encode(ReplicaReady(os.getpid(), ray.get_runtime_context().get_node_id(), memory))
 
     def load(self, encoded_settings: bytes) -> bytes:
@@ -214,7 +202,7 @@ class Replica:
             loaded = self._ranks.load(settings)
         else:
             self._shard = Counted(SingleRank())
-            runner = make_runner(settings, self._shard, torch.device(self._spec.device))
+            runner = make_runner(settings, self._shard, torch.device(self._device))
             executor = make_executor(runner, async_scheduling=settings.engine.async_scheduling)
             loaded = Loaded.of(settings, runner)
             assert runner.grammars is not None

@@ -13,15 +13,12 @@ import ray
 import torch
 from msgspec import structs
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvllm.core.protocol import SequenceStart
-from kvllm.distributed.hang_detector import HangDetector
-from kvllm.distributed.placement import acquire_ray, ask_for, kind_of, nodes_of, release_ray, reserve
+from kvllm.distributed.faults import HangDetector, RestartBudget
+from kvllm.distributed.placement import Place, release_ray
 from kvllm.distributed.replicas.messages import ReplicaReady, ReplicaSpec, Report
 from kvllm.distributed.replicas.replica import Replica
-from kvllm.distributed.restart_budget import RestartBudget
 from kvllm.distributed.worker_group import (
     LOAD_SECONDS,
     POLL_SECONDS,
@@ -39,36 +36,30 @@ class ReplicaLost(WorkerError):
 
 
 class ReplicaSet:
-    """`num_replicas` engines in Ray actors, of `num_ranks` ranks each, all with the same model.
+    """An engine in a Ray actor for each place, all with the same model. The places are given back.
 
-    num_blocks: of their pools, after `load`.
-    placement, max_restarts: see RayExecutor. The restarts of all replicas count together, those of their ranks do not.
+    device: the device type of all, "cuda" or "cpu". num_blocks: of their pools, after `load`.
+    budget: of restarts of all replicas together. Those of their ranks do not count: each replica may have as many.
 
     Raises:
-        ConfigError: the cluster cannot hold the ranks. WorkerError: a replica did not start.
+        WorkerError: a replica did not start.
     """
 
-    def __init__(self, num_replicas: int, num_ranks: int, placement: str, max_restarts: int, device: str) -> None:
+    def __init__(self, places: list[Place], budget: RestartBudget) -> None:
+        self.device = places[0].device
         self.restart_seconds: list[float] = []
         """How long each replacement of a replica took, until it had loaded the model."""
-        self._placement = placement
         self.num_blocks: list[int] = []
-        self._budget = RestartBudget(max_restarts)
+        self._budget = budget
         self._replicas: list[_RemoteReplica] = []
-        acquire_ray(num_replicas * num_ranks)
         self._finalizer = weakref.finalize(self, _end, self._replicas)
         try:
-            self._start(num_replicas, num_ranks, max_restarts, device)
+            self._start(places)
             readies = [replica.ready(START_SECONDS) for replica in self._replicas]
         except BaseException:
             self.close()
             raise
         self.available_memory = min(ready.available_memory for ready in readies)
-
-    @property
-    def device(self) -> str:
-        """The device type of the replicas: "cuda" or "cpu"."""
-        return self._replicas[0].spec.device
 
     @property
     def pids(self) -> list[int]:
@@ -102,15 +93,12 @@ class ReplicaSet:
     def close(self) -> None:
         self._finalizer()
 
-    def _start(self, num_replicas: int, num_ranks: int, max_restarts: int, device: str) -> None:
-        groups = reserve(num_replicas, num_ranks, self._placement, device)
-        nodes = [nodes_of(group)[0] for group in groups]
-        for group, node in zip(groups, nodes, strict=True):
-            found = "cuda" if kind_of(group) == "GPU" else "cpu"
+    def _start(self, places: list[Place]) -> None:
+        nodes = [place.nodes()[0] for place in places]
+        for place, node in zip(places, nodes, strict=True):
             num_threads = max(1, torch.get_num_threads() // nodes.count(node))
-            neighbours = nodes.count(node) if found == "cpu" else 1
-            spec = ReplicaSpec(num_ranks, self._placement, max_restarts, found, num_threads, neighbours)
-            self._replicas.append(_RemoteReplica(group, spec))
+            neighbours = nodes.count(node) if self.device == "cpu" else 1
+            self._replicas.append(_RemoteReplica(place, ReplicaSpec(self._budget.most, num_threads, neighbours)))
 
     # Calls
 
@@ -186,8 +174,7 @@ class ReplicaSet:
         except WorkerError:
             _close(self._replicas)
             raise
-        group = ask_for(lost.spec.num_ranks, kind_of(lost.group), lost.spec.placement)
-        self._replicas[index] = _RemoteReplica(group, lost.spec)
+        self._replicas[index] = _RemoteReplica(lost.place.again(), lost.spec)
         self._replicas[index].load(self._settings[index])
 
 
@@ -197,23 +184,21 @@ class _RemoteReplica:
     pending: the call that it is at work on. busy: whether it had anything left to do when it last reported.
     """
 
-    def __init__(self, group: PlacementGroup, spec: ReplicaSpec) -> None:
+    def __init__(self, place: Place, spec: ReplicaSpec) -> None:
         self.begin = time.monotonic()
-        self.group = group
+        self.place = place
         self.spec = spec
         self.pid = 0
         self.loaded = self.busy = False
         self.pending: ray.ObjectRef | None = None
         self.hang_detector = HangDetector(LOAD_SECONDS, LOAD_SECONDS, self.begin)
         self._processes: list[psutil.Process] = []
-        alone = spec.num_ranks == 1  # otherwise the ranks take what is reserved
+        alone = place.num_ranks == 1  # otherwise the ranks take what is reserved
         # Ray gives an actor's class methods that its type does not have.
         self.actor: Any = (
             ray.remote(Replica)
             .options(
-                num_cpus=int(alone),
-                num_gpus=int(alone and spec.device == "cuda"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                num_cpus=int(alone), num_gpus=int(alone and place.device == "cuda"), scheduling_strategy=place.bundle(0)
             )
             .remote()
         )
@@ -258,7 +243,7 @@ class _RemoteReplica:
                 process.kill()
         if ray.is_initialized():
             ray.kill(self.actor)
-            remove_placement_group(self.group)
+        self.place.give_back()
         psutil.wait_procs(self._processes, timeout=SILENCE_SECONDS)
 
 

@@ -89,12 +89,7 @@ class HostStore:
                 self.outgoing.hold(ticket)
 
     def load(
-        self,
-        number: int,
-        host_blocks: list[int],
-        cache: PagedKVCache,
-        blocks: list[int],
-        digests: Sequence[bytes] = (),
+        self, number: int, host_blocks: list[int], cache: PagedKVCache, blocks: list[int], digests: Sequence[bytes] = ()
     ) -> None:
         """Copy host blocks to blocks of a cache on the store's device; those of a negative number come from the disk,
         by their digests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.kvcache.cache import CacheShape
 from kvllm.stats import MemoryField
 from kvllm.worker.features.base import StepFeature, WorkerParts
-from kvllm.worker.hidden_states import HiddenStates
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import SequenceState
 from kvllm.worker.step_batch import StepBatch
@@ -132,3 +131,43 @@ def _new_tokens(plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
     for each, verified in zip(plan.verifications, result.verified, strict=True):
         found[each.seq_id] = [token.token_id for token in verified]
     return found
+
+
+class HiddenStates:
+    """Those of the tokens at positions `begin` to `end` - 1.
+
+    parts: `[n, hidden_size]` each.
+    """
+
+    def __init__(self, begin: int, parts: Sequence[torch.Tensor] = ()) -> None:
+        self.begin = begin
+        self.end = begin + sum(map(len, parts))
+        self._parts = list(parts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+    def put(self, position: int, rows: torch.Tensor) -> None:
+        """Add those from a position on, in place of any there; without those before it, none of the others stay."""
+        if not self.begin <= position <= self.end:
+            self.begin = self.end = position
+            self._parts = []
+        while self.end > position:
+            last = self._parts.pop()
+            kept = last[: max(0, len(last) - (self.end - position))]
+            self.end -= len(last) - len(kept)
+            if len(kept):
+                self._parts.append(kept)
+        self._parts.append(rows)
+        self.end += len(rows)
+
+    def take(self, count: int) -> torch.Tensor:
+        """The first ones, `[count, hidden_size]`, which are there no longer."""
+        rows = torch.cat(self._parts)
+        self._parts = [rows[count:]]
+        self.begin += count
+        return rows[:count]
+
+    def fork(self) -> HiddenStates:
+        return HiddenStates(self.begin, self._parts)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from kvllm.config import EngineConfig
 from kvllm.core.protocol import SequenceStart, StepPlan, StepResult, TransferReport
-from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.tiers.host import HostStore
-from kvllm.kvcache.tiers.records import RecordLayout
 from kvllm.worker.features.base import Restore, StepFeature, WorkerParts
 from kvllm.worker.state import SequenceState
 
@@ -74,8 +71,3 @@ class Offloader(StepFeature):
         """Return when the disk has all that goes there."""
         if self.store.disk:
             self.store.disk.close()
-
-
-def host_block_bytes(config: EngineConfig, shape: CacheShape) -> int:
-    """Bytes that a block of a rank's pool takes on the host."""
-    return RecordLayout(shape, KV_FORMATS.get(config.kv_offload_dtype)).record_bytes

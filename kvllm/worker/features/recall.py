@@ -79,11 +79,7 @@ class Recall(StepFeature):
     overlaps = False
 
     def __init__(
-        self,
-        operations: KVOperations,
-        tables: BlockTables,
-        dropped: DroppedPairs,
-        config: CompressionConfig,
+        self, operations: KVOperations, tables: BlockTables, dropped: DroppedPairs, config: CompressionConfig
     ) -> None:
         self.operations = operations
         self.cache = operations.cache
@@ -251,11 +247,6 @@ def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values
     return padded
-
-
-def host_chunk_bytes(config: EngineConfig, shape: CacheShape) -> int:
-    """Bytes that a chunk of what compressions drop takes on the host."""
-    return DroppedPairs.chunk_bytes(shape, _kv_format(config, shape))
 
 
 def _kv_format(config: EngineConfig, shape: CacheShape) -> KVFormat | None:

@@ -1,5 +1,4 @@
-"""Drafts from a request's own text and from earlier outputs (after Oliaro et al. 2024, "SuffixDecoding", arXiv
-2411.04975; a bounded hash chain in place of their suffix trees)."""
+"""Drafts that are looked up: in a request's own text, and in earlier outputs."""
 
 from __future__ import annotations
 
@@ -16,9 +15,33 @@ MOST_TOKENS = 1 << 16
 MOST_SALTS = 64
 
 
+class NgramDrafter(Drafter):
+    """What came after the last tokens of a text when they stood in it before, the last time that as many did.
+
+    least, most: how many tokens are looked for.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least = least
+        self.most = most
+        self._indices: dict[int, RunIndex] = {}
+
+    def propose(self, seq: Sequence, most: int) -> Draft:
+        index = self._indices.get(seq.seq_id)
+        if index is None:
+            index = self._indices[seq.seq_id] = RunIndex(self.least)
+        index.extend(seq.token_ids[len(index.token_ids) :])
+        matched, place = index.longest(index.token_ids, self.most, is_own=True)
+        return Draft(index.following(place, most), matched) if matched else NO_DRAFT
+
+    def finish(self, seq: Sequence) -> None:
+        self._indices.pop(seq.seq_id, None)
+
+
 class SuffixDrafter(Drafter):
     """What came after as many of a text's last tokens as stand anywhere: in this text, or in the output of an earlier
-    request. Requests see outputs of an equal cache salt and adapter alone, as they see cached prefixes: how fast a text
+    request (after Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975; a bounded hash chain in place of their suffix
+    trees). Requests see outputs of an equal cache salt and adapter alone, as they see cached prefixes: how fast a text
     comes would tell what others hold."""
 
     def __init__(self) -> None:
