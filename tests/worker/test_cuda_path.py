@@ -246,6 +246,39 @@ def check_drafts(path: Path, config: dict[str, Any]) -> None:
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
 
 
+def check_scored_drafts(path: Path) -> None:
+    """Passes that verify drafts are replayed, and add the scores of right queries, by which pairs are kept."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4}
+    compression = paper_compression(method="mean_attention", recent=4, **window)
+    options: dict[str, Any] = {"compression": compression, "speculative_config": ngram}
+    requested, kinds = [params(max_tokens=44), params(max_tokens=9)], set[bool]()
+    chunk_tokens = patch.object(graph_sizes, "LEAST_CHUNK_TOKENS", MOST_RECORDED_TOKENS)
+
+    def watched_launch(plan: StepPlan) -> None:
+        device.waits, device.replays = [], 0
+        launch(plan)
+        if plan.verifications:
+            assert device.waits == [] and device.replays == 1
+            kinds.add(bool(plan.decodes.seq_ids))
+
+    with all_drafts_pay():
+        llm = make_llm(path, "cpu", async_scheduling=True, **options)
+        expected_scores = llm.llm_engine.executor.runner.cache.scores.zero_()
+        expected = run(llm, requested, llm.llm_engine.step)
+        with stand_in() as device, chunk_tokens:
+            on_device = make_llm(path, "cuda", **options)
+            executor = on_device.llm_engine.executor
+            scores, launch = executor.runner.cache.scores.zero_(), executor.launch
+            with patch.object(executor, "launch", watched_launch):
+                found = run(on_device, requested, on_device.llm_engine.step)
+            torch.testing.assert_close(scores.cpu(), expected_scores, atol=1e-4, rtol=1e-4)
+    assert kinds == {True, False}, "alone, and beside a decode"
+    counts = on_device.stats().drafts
+    assert 0 < sum(counts.right) < counts.tokens and on_device.stats().compression_events == 1
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+
+
 def check_adapters(path: Path) -> None:
     """Chunks and decodes of two, then of a third one in the place of the first beside none."""
     modules, requests = {"all": (*ATTENTION, *MLP), "mlp": MLP, "output": ("o_proj",)}, {None: None}
@@ -272,9 +305,10 @@ def check_drafts_of_a_layer(family: str) -> None:
         check_drafts(path, {"method": "mtp", "num_speculative_tokens": 4})
 
 
-ADAPTERS = "adapters"
+ADAPTERS, SCORED_DRAFTS = "adapters", "drafts and observed scores"
 LONG = ("kara", "h2o", "int8, adakv", LAYER_DRAFTS, RECURRENT_DRAFTS)
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in (*cases(), ADAPTERS, *DRAFTS)]
+ALL = (*cases(), ADAPTERS, SCORED_DRAFTS, *DRAFTS)
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in ALL]
 
 
 def run_cases(*, long: bool) -> None:
@@ -290,6 +324,7 @@ def run_cases(*, long: bool) -> None:
         }
         checks[MODEL_DRAFTS] = partial(check_drafts, Path(directory), drafts_of(Path(directory)))
         checks[ADAPTERS] = partial(check_adapters, Path(directory))
+        checks[SCORED_DRAFTS] = partial(check_scored_drafts, Path(directory))
         checks[LAYER_DRAFTS] = partial(check_drafts_of_a_layer, "glm4-moe")
         checks[RECURRENT_DRAFTS] = partial(check_drafts_of_a_layer, "qwen3.5")
         for name, check in checks.items():
