@@ -190,6 +190,51 @@ def test_sequences_share_the_passes_of_the_draft_model() -> None:
     assert len(by_model(0.2).order([sequence([1, 2], i) for i in range(2)])) == 2
 
 
+MEASURED = StepCost([1, 2, 4, 8, 16, 32], [1.9, 2.1, 2.3, 2.5, 2.85, 3.65], [0.0] * 6, [0.56, 0.58, 0.66, 0.79, 0.89])
+"""Milliseconds of a small model with an MTP layer on a CPU."""
+
+
+def overhead(*, right: bool, prompt_length: int, num_steps: int, num_seqs: int = 16) -> tuple[float, list[int]]:
+    """The share of time, by the costs, that drafts take of sequences that all run from the first step on, each of which
+    has as many tokens then; and how many are drafted for in each step. Of a draft, all tokens are right or none."""
+    found = Speculation(SpeculativeConfig(method="mtp", num_speculative_tokens=4), EngineStats(num_blocks=1), MEASURED)
+    sequences, taken, counts = [sequence([1] * prompt_length, i, prompt_length) for i in range(num_seqs)], 0.0, []
+    for seq in sequences:
+        seq.max_length = 1 << 16
+    for _ in range(num_steps):
+        orders = found.order(sequences)
+        counts.append(len(orders))
+        for order in orders:
+            seq, tokens = sequences[order.seq_id], order.num_tokens
+            taken += MEASURED.reading(seq.num_tokens - found.drafter.num_read(seq), num_seqs)
+            taken += tokens * MEASURED.least_probability(num_seqs, num_seqs, by_model=True)
+        for seq in sequences:
+            seq.token_ids.append(1)
+        found.take(orders, [[1] * order.num_tokens for order in orders], sequences)
+        for order in orders:
+            found.received(sequences[order.seq_id], order.num_tokens, order.num_tokens if right else 0)
+    return taken / (num_seqs * num_steps), counts
+
+
+@pytest.mark.parametrize("prompt_length", [20, 500, 8000])
+def test_a_full_batch_is_not_slowed_by_a_draft_model_that_is_wrong(prompt_length: int) -> None:
+    """It is tried now and then, unless it takes longer to read a text than its drafts may save."""
+    assert overhead(right=False, prompt_length=prompt_length, num_steps=1000)[0] < 0.02
+
+
+def test_a_draft_model_that_is_right_soon_drafts_for_all() -> None:
+    _, counts = overhead(right=True, prompt_length=400, num_steps=20)
+    assert counts[-10:] == [16] * 10
+
+
+def test_no_cached_prefix_is_read_by_an_mtp_layer() -> None:
+    found, seq = Speculation(SpeculativeConfig(method="mtp"), EngineStats(num_blocks=1), MEASURED), sequence([1] * 9000)
+    seq.max_length = 10000
+    assert not found.order([seq])
+    seq.metrics.num_cached_tokens = 8000
+    assert found.order([seq])
+
+
 def test_a_draft_is_of_the_text_that_it_was_made_for() -> None:
     found, seq = by_model(0.0), sequence([1, 2, 3])
     orders = found.order([seq])
