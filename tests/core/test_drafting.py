@@ -124,11 +124,11 @@ class RecordingExecutor(Executor):
         pass
 
 
-@pytest.mark.parametrize(("vocab_size", "most"), [(1000, 32), (10, 8), (1, None)])
-def test_tokens_of_measured_steps_have_different_experts(vocab_size: int, most: int | None) -> None:
-    """Equal ones would have the same, and many of them cost next to nothing."""
-    executor = RecordingExecutor()
-    config = EngineConfig(num_blocks=100, max_model_len=1000, speculation=SpeculativeConfig(method="mtp"))
+@pytest.mark.parametrize(("vocab_size", "num_seqs", "most"), [(1000, 4, 32), (10, 4, 8), (1000, 1, 8), (1, 4, None)])
+def test_tokens_of_measured_steps_have_different_experts(vocab_size: int, num_seqs: int, most: int | None) -> None:
+    """Equal ones would have the same, and many of them cost next to nothing. There are no more than in other steps."""
+    executor, drafts = RecordingExecutor(), SpeculativeConfig(method="mtp")
+    config = EngineConfig(num_blocks=100, max_model_len=1000, max_num_seqs=num_seqs, speculation=drafts)
     cost = measure_steps(executor, config, vocab_size)
     assert (cost.tokens[-1] if cost else None) == most
     steps = [each.token_ids for plan in executor.plans for each in plan.verifications]

@@ -74,11 +74,13 @@ class StepCost(Struct, frozen=True):
 
 
 def measure_steps(executor: Executor, config: EngineConfig, vocab_size: int) -> StepCost | None:
-    """Run steps of one sequence with 1, 2, 4, ... query tokens on idle workers, after little and after much. None if
-    there is no room for two tokens. The tokens differ, because equal ones have the same experts."""
+    """Run steps of one sequence with 1, 2, 4, ... query tokens on idle workers, after little and after much; no more
+    than decodes and drafts may be in a step. None if there is no room for two. The tokens differ, because equal ones
+    have the same experts."""
     room = config.num_blocks // sum(len(group.parts) for group in config.kv_groups) * config.block_size
     room = min(room, config.max_model_len - 1)
     most = min(MOST_TOKENS, room, config.max_num_batched_tokens, vocab_size)
+    most = min(most, config.max_num_seqs * (1 + config.most_drafts))  # for which graphs have logits
     if most < 2:
         return None
     counts, cached = [1 << i for i in range(most.bit_length())], min(LONG, room - most)
