@@ -7,6 +7,7 @@ The interpreter must be chosen before Triton is first imported, so the engines r
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from kvllm.lora.request import LoRARequest
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from kvllm.outputs import RequestOutput
-from kvllm.worker import draws, graph_sizes, sampler
+from kvllm.worker import draws, graph_sizes, memory, sampler
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import measure_graphs
@@ -383,6 +384,27 @@ def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[An
     """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without. Each model
     has as many."""
     assert found[1] == [30 + 3 * 5 + 4 * 5, 2 * 2, [None, None]]
+
+
+def test_what_libraries_keep_is_not_for_the_pool() -> None:
+    """A workspace for each thread and stream that multiplies, and what the driver keeps of graphs that are gone."""
+    users, kept, multiply = set[tuple[int, int]](), list[int](), torch.mm
+
+    def mm(*args: Any) -> torch.Tensor:
+        users.add((threading.get_ident(), torch.cuda.current_stream().number))
+        return multiply(*args)
+
+    def measured(*_: Any) -> int:
+        kept.append(5 * MIB)
+        return 7 * MIB
+
+    steps = patch.multiple(memory, run_heaviest_steps=MagicMock(), run_largest_transfers=MagicMock())
+    with stand_in(), steps, patch.object(memory, "measure_graphs", measured), patch.object(torch, "mm", mm):
+        probe = MagicMock(device=torch.device("cuda", 0), bytes_per_block=MIB)
+        in_use = lambda *_: ((1 << 30) - sum(kept) - 8 * MIB * len(users), 1 << 30)  # noqa: E731
+        with patch.object(torch.cuda, "mem_get_info", in_use):
+            num_blocks = memory.fitting_blocks(probe, MagicMock(), 0.5, torch.cuda.Stream())
+    assert len(users) == 3 and num_blocks == 512 - 3 * 8 - 5 - 7
 
 
 # The stand-in
