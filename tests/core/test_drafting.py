@@ -15,7 +15,7 @@ from kvllm.core.drafting.suffix import SuffixDrafter
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.sequence import Sequence, ServiceClass
-from kvllm.core.speculation import Speculation
+from kvllm.core.speculation import PAUSE, Speculation
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from tests.helpers.examples import examples
@@ -230,9 +230,9 @@ def test_a_draft_model_that_is_right_soon_drafts_for_all() -> None:
 def test_no_cached_prefix_is_read_by_an_mtp_layer() -> None:
     found, seq = Speculation(SpeculativeConfig(method="mtp"), EngineStats(num_blocks=1), MEASURED), sequence([1] * 9000)
     seq.max_length = 10000
-    assert not found.order([seq])
+    assert not any(found.order([seq]) for _ in range(PAUSE))
     seq.metrics.num_cached_tokens = 8000
-    assert found.order([seq])
+    assert any(found.order([seq]) for _ in range(PAUSE))
 
 
 def test_a_draft_is_of_the_text_that_it_was_made_for() -> None:
@@ -262,7 +262,7 @@ def test_a_model_drafts_for_itself_where_a_text_is_long() -> None:
     found, seq = Speculation(SpeculativeConfig(method="self"), EngineStats(num_blocks=1), cost), sequence([1, 2, 3])
     for cached, ordered in ((100, False), (500, False), (8000, True)):
         seq.cached_length = cached
-        assert bool(found.order([seq])) == ordered
+        assert any(found.order([seq]) for _ in range(PAUSE)) == ordered
     attends_all = COST.least_probability(2, 1, cached=8000, view=9000) - COST.least_probability(2, 1, cached=8000)
     assert attends_all == 0, "a model of its own is not asked"
 

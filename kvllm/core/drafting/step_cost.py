@@ -55,9 +55,10 @@ class StepCost(Struct, frozen=True):
     def reading(self, tokens: int, num_seqs: int) -> float:
         """The time in which the draft model reads so many tokens of a text. 1 is that of a token in a step without
         drafts, one for each of `num_seqs` sequences. A token more takes as much of a token more of the model as passes
-        with a single token do of its."""
+        do of its."""
         step, last = self._line(self.seconds), self.tokens[-1]
-        more = (step(last + 1) - step(last)) * self.drafting[0] / self.seconds[0]
+        share = max(draft / of_step for draft, of_step in zip(self.drafting, self.seconds, strict=False))
+        more = (step(last + 1) - step(last)) * share
         return tokens * more * num_seqs / step(num_seqs)
 
     def _line(self, values: list[float]) -> Callable[[int], float]:
