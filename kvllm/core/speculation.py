@@ -19,6 +19,13 @@ BUCKETS = 8
 FORGETS, FADES = 0.95, 0.99
 """Of the weight of what is known of drafts, what another one leaves, and a step for which none was worth a try: in the
 end one is tried again."""
+HORIZON = 256
+"""Tokens of a sequence, from now on, whose drafts have to be worth the time in which a draft model reads its text."""
+SURE, TRIES, SPENDS = 8, 64.0, 0.01
+"""Until so many tokens were tried, as far as they count still, texts are read for no longer than `TRIES` tokens take in
+steps without drafts, and this share of each step; then, where drafts are expected to save more."""
+PAUSE = 8
+"""Steps until a draft model may be asked again after one for which no draft was worth a try."""
 
 
 class Rate:
@@ -31,9 +38,9 @@ class Rate:
         self.right = self.right * FORGETS + right
         self.tried = self.tried * FORGETS + tried
 
-    def fade(self) -> None:
-        self.right *= FADES
-        self.tried *= FADES
+    def fade(self, steps: int = 1) -> None:
+        self.right *= FADES**steps
+        self.tried *= FADES**steps
 
     def mean(self, prior: float, weight: float) -> float:
         return (self.right + prior * weight) / (self.tried + weight)
@@ -51,6 +58,10 @@ class Speculation:
         self.stats = stats
         self.cost = cost
         self.view = VIEW_FIRST + VIEW_LAST if config.method == "self" else 0
+        self._reads_texts, self._skips_cached = config.has_model, config.method == "mtp"
+        self._spare = TRIES
+        self._step = self._looked = self._steps = 0  # of orders, the last one that was not in a pause, and since then
+        self._pauses = False
         self.drafter = make_drafter(config)
         self._of_matches = [Rate() for _ in range(BUCKETS)]
         self._of_sequences: dict[int, Rate] = {}
@@ -71,7 +82,7 @@ class Speculation:
         tokens: query tokens of the step so far, and one of each sequence that follows. num_seqs: that decode in it.
         """
         most = min(most, self.most, seq.max_length - seq.num_tokens - 1)
-        if most <= 0 or seq.token_ids[-1] == PENDING or not self.pays(num_seqs):
+        if most <= 0 or seq.token_ids[-1] == PENDING or (self.waits and not self.pays(num_seqs)):
             return []
         draft = self.drafter.propose(seq, most)
         if not draft.token_ids:
@@ -88,14 +99,21 @@ class Speculation:
         if not isinstance(self.drafter, ModelDrafter):
             return found
         num_seqs = tokens = len(sequences)
-        for seq in sequences:
+        self._step += 1
+        if not sequences or (self._pauses and self._step < self._looked + PAUSE):
+            return found
+        self._steps, self._looked = self._step - self._looked, self._step
+        self._spare = min(TRIES, self._spare + SPENDS * num_seqs * self._steps)
+        for i in range(num_seqs):
+            seq = sequences[(self._step + i) % num_seqs]  # in turns: the first ones may have no room in the draft pool
             most = min(self.most, seq.max_length - seq.num_tokens - 2)
             count = self._worth(seq, most, tokens, num_seqs, by_model=True)
             if count > 0:
                 found.append(DraftOrder(seq.seq_id, count))
                 tokens += count
         if not found:  # once a step: a new sequence, whose whole text is to be read first, shall not be a try each
-            self._of_matches[0].fade()
+            self._of_matches[0].fade(self._steps)
+        self._pauses = not found
         return found
 
     def take(self, orders: list[DraftOrder], drafts: list[list[int]], sequences: Iterable[Sequence]) -> None:
@@ -131,9 +149,25 @@ class Speculation:
                 break
             count, num_tokens, time = count + 1, num_tokens + probability, time + least
             probability *= right
+        steps = min(HORIZON, seq.max_length - seq.num_tokens) / num_tokens
+        if by_model and count and not self._may_read(seq, num_seqs, (num_tokens - time) * steps):
+            count = 0
         if not count and most > 0:
-            rate.fade()
+            rate.fade(self._steps if by_model else 1)
         return count
+
+    def _may_read(self, seq: Sequence, num_seqs: int, gain: float) -> bool:
+        """Whether a draft model may read what it has not of a text, whose drafts are expected to save `gain`."""
+        assert isinstance(self.drafter, ModelDrafter)
+        skipped = seq.metrics.num_cached_tokens if self._skips_cached else 0
+        unread = seq.num_tokens - max(skipped, self.drafter.num_read(seq))
+        if not (self._reads_texts and self.cost) or unread <= 1 + self.most:
+            return True
+        time, is_sure = self.cost.reading(unread, num_seqs), self._of_matches[0].tried >= SURE
+        if time > (gain if is_sure else self._spare):
+            return False
+        self._spare -= 0.0 if is_sure else time
+        return True
 
     def _least(self, tokens: int, num_seqs: int, draft: int, cached: int, by_model: bool) -> float:
         """See `StepCost.least_probability`."""

@@ -168,10 +168,9 @@ def _prefill(config: EngineConfig, num_seqs: int) -> Iterator[StepPlan]:
     how windows are scored."""
     num_tokens = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (num_seqs - 1)
-    scored = config.active_compression is not None and config.active_compression.observes_scores
     yield StepPlan(
         new_seqs=[_start(i, n - num_tokens, n, config, room=n) for i, n in enumerate(lengths)],
-        scored=[ScoringStart(i, 0) for i in range(len(lengths)) if scored],
+        scored=_scored(config, range(len(lengths))),
         chunks=[PrefillChunk(i, num_tokens, [], True) for i in range(len(lengths))],
     )
     yield StepPlan(dropped_seq_ids=list(range(num_seqs)))
@@ -185,9 +184,16 @@ def _verification(config: EngineConfig) -> Iterator[StepPlan]:
     seq_ids = range(min(config.max_num_seqs, config.max_num_batched_tokens // num_tokens))
     yield StepPlan(
         new_seqs=[_start(i, 1, 1, config, room=1 + num_tokens) for i in seq_ids],
+        scored=_scored(config, seq_ids),
         verifications=[Verification(i, [0] * num_tokens, []) for i in seq_ids],
     )
     yield StepPlan(dropped_seq_ids=[*seq_ids])
+
+
+def _scored(config: EngineConfig, seq_ids: range) -> list[ScoringStart]:
+    """Sequences whose scores are added up from their first KV pair on, if that is how windows are scored."""
+    observes = config.active_compression is not None and config.active_compression.observes_scores
+    return [ScoringStart(seq_id, 0) for seq_id in seq_ids if observes]
 
 
 def _events(config: EngineConfig) -> Iterator[StepPlan]:

@@ -24,6 +24,18 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Whatever makes the host wait for a GPU, other than for an event, is an error meanwhile."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def assert_near(found: torch.Tensor, expected: torch.Tensor, allowed: float) -> None:
     """By the norm of the difference in float64; NaN is not near."""
     expected = expected.cpu().double()

@@ -7,6 +7,7 @@ The interpreter must be chosen before Triton is first imported, so the engines r
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from kvllm.lora.request import LoRARequest
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from kvllm.outputs import RequestOutput
-from kvllm.worker import draws, graph_sizes, sampler
+from kvllm.worker import draws, graph_sizes, memory, sampler
 from kvllm.worker.features.drafts import Drafts, Text
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import measure_graphs
@@ -246,6 +247,39 @@ def check_drafts(path: Path, config: dict[str, Any]) -> None:
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
 
 
+def check_scored_drafts(path: Path) -> None:
+    """Passes that verify drafts are replayed, and add the scores of right queries, by which pairs are kept."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4}
+    compression = paper_compression(method="mean_attention", recent=4, **window)
+    options: dict[str, Any] = {"compression": compression, "speculative_config": ngram}
+    requested, kinds = [params(max_tokens=44), params(max_tokens=9)], set[bool]()
+    chunk_tokens = patch.object(graph_sizes, "LEAST_CHUNK_TOKENS", MOST_RECORDED_TOKENS)
+
+    def watched_launch(plan: StepPlan) -> None:
+        device.waits, device.replays = [], 0
+        launch(plan)
+        if plan.verifications:
+            assert device.waits == [] and device.replays == 1
+            kinds.add(bool(plan.decodes.seq_ids))
+
+    with all_drafts_pay():
+        llm = make_llm(path, "cpu", async_scheduling=True, **options)
+        expected_scores = llm.llm_engine.executor.runner.cache.scores.zero_()
+        expected = run(llm, requested, llm.llm_engine.step)
+        with stand_in() as device, chunk_tokens:
+            on_device = make_llm(path, "cuda", **options)
+            executor = on_device.llm_engine.executor
+            scores, launch = executor.runner.cache.scores.zero_(), executor.launch
+            with patch.object(executor, "launch", watched_launch):
+                found = run(on_device, requested, on_device.llm_engine.step)
+            torch.testing.assert_close(scores.cpu(), expected_scores, atol=1e-4, rtol=1e-4)
+    assert kinds == {True, False}, "alone, and beside a decode"
+    counts = on_device.stats().drafts
+    assert 0 < sum(counts.right) < counts.tokens and on_device.stats().compression_events == 1
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+
+
 def check_adapters(path: Path) -> None:
     """Chunks and decodes of two, then of a third one in the place of the first beside none."""
     modules, requests = {"all": (*ATTENTION, *MLP), "mlp": MLP, "output": ("o_proj",)}, {None: None}
@@ -272,9 +306,10 @@ def check_drafts_of_a_layer(family: str) -> None:
         check_drafts(path, {"method": "mtp", "num_speculative_tokens": 4})
 
 
-ADAPTERS = "adapters"
+ADAPTERS, SCORED_DRAFTS = "adapters", "drafts and observed scores"
 LONG = ("kara", "h2o", "int8, adakv", LAYER_DRAFTS, RECURRENT_DRAFTS)
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in (*cases(), ADAPTERS, *DRAFTS)]
+ALL = (*cases(), ADAPTERS, SCORED_DRAFTS, *DRAFTS)
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in ALL]
 
 
 def run_cases(*, long: bool) -> None:
@@ -290,6 +325,7 @@ def run_cases(*, long: bool) -> None:
         }
         checks[MODEL_DRAFTS] = partial(check_drafts, Path(directory), drafts_of(Path(directory)))
         checks[ADAPTERS] = partial(check_adapters, Path(directory))
+        checks[SCORED_DRAFTS] = partial(check_scored_drafts, Path(directory))
         checks[LAYER_DRAFTS] = partial(check_drafts_of_a_layer, "glm4-moe")
         checks[RECURRENT_DRAFTS] = partial(check_drafts_of_a_layer, "qwen3.5")
         for name, check in checks.items():
@@ -348,6 +384,27 @@ def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[An
     """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without. Each model
     has as many."""
     assert found[1] == [30 + 3 * 5 + 4 * 5, 2 * 2, [None, None]]
+
+
+def test_what_libraries_keep_is_not_for_the_pool() -> None:
+    """A workspace for each thread and stream that multiplies, and what the driver keeps of graphs that are gone."""
+    users, kept, multiply = set[tuple[int, int]](), list[int](), torch.mm
+
+    def mm(*args: Any) -> torch.Tensor:
+        users.add((threading.get_ident(), torch.cuda.current_stream().number))
+        return multiply(*args)
+
+    def measured(*_: Any) -> int:
+        kept.append(5 * MIB)
+        return 7 * MIB
+
+    steps = patch.multiple(memory, run_heaviest_steps=MagicMock(), run_largest_transfers=MagicMock())
+    with stand_in(), steps, patch.object(memory, "measure_graphs", measured), patch.object(torch, "mm", mm):
+        probe = MagicMock(device=torch.device("cuda", 0), bytes_per_block=MIB)
+        in_use = lambda *_: ((1 << 30) - sum(kept) - 8 * MIB * len(users), 1 << 30)  # noqa: E731
+        with patch.object(torch.cuda, "mem_get_info", in_use):
+            num_blocks = memory.fitting_blocks(probe, MagicMock(), 0.5, torch.cuda.Stream())
+    assert len(users) == 3 and num_blocks == 512 - 3 * 8 - 5 - 7
 
 
 # The stand-in

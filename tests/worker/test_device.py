@@ -16,6 +16,7 @@ from kvllm.config import EngineConfig, SpeculativeConfig
 from kvllm.models.config import load_model_config
 from kvllm.parallel import SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
+from kvllm.worker.features.observed_scores import HeldQueries
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
@@ -147,13 +148,16 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
 
 
-def test_the_heaviest_steps_verify_drafts_of_all_sequences(checkpoint: Path) -> None:
+def test_the_heaviest_steps_verify_drafts_of_all_sequences(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With logits of all their tokens, and queries that are held for scores."""
+    held, hold = list[int](), HeldQueries.hold
+    monkeypatch.setattr(HeldQueries, "hold", lambda self, *args: held.append(self.num_rows) or hold(self, *args))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    probe, engine = make_probe(checkpoint, None, speculation=speculation)
+    probe, engine = make_probe(checkpoint, compressions()["mean_attention"], speculation=speculation)
     logits, rows = probe.model.logits, list[int]()
     probe.model.logits = lambda hidden, **options: rows.append(len(hidden)) or logits(hidden, **options)
     run_heaviest_steps(probe, engine)
-    assert 6 * 4 in rows and not probe.states
+    assert 6 * 4 in rows and held == [6 * 4] * 3 and not probe.states
 
 
 def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> None:

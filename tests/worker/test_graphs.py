@@ -5,8 +5,10 @@ On a CPU a "recording" is the step itself: padding, static memory and inputs tha
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.dense_decoder import DenseDecoder
-from tests.helpers.devices import DEVICES
+from tests.helpers.devices import DEVICES, no_synchronization
 from tests.helpers.engines import greedy, random_prompts, random_token_ids, records_chunks
 from tests.helpers.features import feature_of
 
@@ -94,10 +96,18 @@ def tokens(llm: LLM, params: SamplingParams, lengths: tuple[int, ...] = LENGTHS)
 
 
 def assert_same_tokens(path: Path, device: str, params: SamplingParams, **options: Any) -> tuple[LLM, Recordings]:
-    """Recorded steps give the tokens of ordinary ones -> the engine that recorded."""
+    """Recorded steps give the tokens of ordinary ones, and on a GPU nothing in a step waits for it, but for an event of
+    a compression -> the engine that recorded."""
     ordinary, llm = make_llm(path, device, **options), make_llm(path, device, **options)
-    recordings = Recordings(llm.llm_engine.executor.runner)
-    assert tokens(llm, params) == tokens(ordinary, params)
+    executor = llm.llm_engine.executor
+    recordings, launch = Recordings(executor.runner), executor.launch
+
+    def launching(plan: StepPlan) -> None:
+        with nullcontext() if plan.compressions or plan.choices else no_synchronization():
+            launch(plan)
+
+    with patch.object(executor, "launch", launching):
+        assert tokens(llm, params) == tokens(ordinary, params)
     counters = ("steps", "preemptions", "windows_compressed", "entries_evicted")
     assert [llm.stats()[name] for name in counters] == [ordinary.stats()[name] for name in counters]
     return llm, recordings
@@ -115,6 +125,35 @@ def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> 
     assert recordings.recorded == len(
         recordings.runner.forward_pass.graphs.sizes.all()
     )  # none while requests were served
+
+
+def assert_replays_have_the_bits_of_steps(path: Path, device: str) -> None:
+    """Of three sizes or more, with chunks and without. A step computes the same KV pairs once more."""
+    llm, replayed = make_llm(path, device, max_num_seqs=3, max_num_batched_tokens=20), set[int]()
+    runner, capture = llm.llm_engine.executor.runner, cuda_capture()
+
+    def compared(step: Step) -> Step:
+        recorded = capture(step)
+
+        def replay() -> LastLogits:
+            with no_synchronization():
+                found = recorded().logits.clone()
+            last = step()
+            assert torch.equal(found, last.logits)
+            replayed.add(id(step))
+            return last
+
+        return replay
+
+    runner.forward_pass.use_graphs(compared, runner.cache.num_blocks)
+    params = [greedy(3 + 2 * i) for i in range(3)]
+    assert tokens(llm, params, (3, 20, 7)) == tokens(make_llm(path, device), params, (3, 20, 7))
+    assert len(replayed) >= 3
+
+
+@pytest.mark.gpu
+def test_a_replay_has_the_bits_of_its_step(checkpoint: Path) -> None:
+    assert_replays_have_the_bits_of_steps(checkpoint, "cuda")
 
 
 @DEVICES

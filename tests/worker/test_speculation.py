@@ -14,6 +14,7 @@ import torch
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.drafting.base import Draft
 from kvllm.core.drafting.lookup import NgramDrafter
+from kvllm.core.drafting.step_cost import StepCost
 from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
@@ -111,6 +112,29 @@ def test_greedy_tokens_are_those_without(checkpoint: Path, method: dict[str, Any
     llm = assert_same(checkpoint, greedy(100), method, **options)
     if options.get("num_gpu_blocks_override") == 14:
         assert llm.stats().preemptions
+
+
+@METHODS
+def test_no_wrong_draft_is_in_a_cached_block(checkpoint: Path, method: dict[str, Any]) -> None:
+    """A text that was generated with drafts goes on from its cached blocks as computed anew."""
+    llm, without = drafting(checkpoint, method, block_size=4), make_llm(checkpoint, enable_prefix_caching=False)
+    texts = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in run(llm, greedy(60))[0]]
+    prompts = [{"prompt_token_ids": text[:-1]} for text in texts]
+    found, expected = (each.generate(prompts, greedy(20), use_tqdm=False) for each in (llm, without))
+    assert completions([found]) == completions([expected])
+    assert all(each.num_cached_tokens > len(text) - 10 for each, text in zip(found, texts, strict=True))
+    assert 0 < sum(llm.stats().drafts.right) < llm.stats().drafts.tokens
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_steps_are_planned_ahead_where_no_draft_pays(checkpoint: Path, pays: bool) -> None:
+    llm, planned = drafting(checkpoint, async_scheduling=True), set[bool]()
+    engine = llm.llm_engine
+    engine.scheduler.speculation.cost = None if pays else StepCost([1, 2], [1.0, 9.0], [0.0, 0.0])
+    plan_ahead = engine._plan_ahead
+    engine._plan_ahead = lambda: (planned.add((plan := plan_ahead()) is not None), plan)[1]  # type: ignore[method-assign]
+    run(llm, greedy(30))
+    assert (True in planned) != pays
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ class ModelDrafter(Drafter):
 
     def take(self, seq: Sequence, token_ids: list[int]) -> None:
         """A draft of what follows the tokens that a sequence has now."""
-        self._drafts[seq.seq_id] = seq.num_tokens, token_ids
+        if token_ids:
+            self._drafts[seq.seq_id] = seq.num_tokens, token_ids
+
+    def num_read(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the draft model has computed for its last draft."""
+        return self._drafts.get(seq.seq_id, (0, []))[0]
 
     def propose(self, seq: Sequence, most: int) -> Draft:
         num_tokens, token_ids = self._drafts.get(seq.seq_id, (0, []))

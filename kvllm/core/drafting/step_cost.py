@@ -52,6 +52,15 @@ class StepCost(Struct, frozen=True):
             more += self._line(self.drafting)(num_seqs) / num_seqs + attention(1) * min(view, cached)
         return more * num_seqs / (step(num_seqs) + attention(1) * cached * num_seqs)
 
+    def reading(self, tokens: int, num_seqs: int) -> float:
+        """The time in which the draft model reads so many tokens of a text. 1 is that of a token in a step without
+        drafts, one for each of `num_seqs` sequences. A token more takes as much of a token more of the model as passes
+        do of its."""
+        step, last = self._line(self.seconds), self.tokens[-1]
+        share = max(draft / of_step for draft, of_step in zip(self.drafting, self.seconds, strict=False))
+        more = (step(last + 1) - step(last)) * share
+        return tokens * more * num_seqs / step(num_seqs)
+
     def _line(self, values: list[float]) -> Callable[[int], float]:
         """Values for the first ones of `tokens`. A single one holds for any number."""
 
@@ -66,11 +75,13 @@ class StepCost(Struct, frozen=True):
 
 
 def measure_steps(executor: Executor, config: EngineConfig, vocab_size: int) -> StepCost | None:
-    """Run steps of one sequence with 1, 2, 4, ... query tokens on idle workers, after little and after much. None if
-    there is no room for two tokens. The tokens differ, because equal ones have the same experts."""
+    """Run steps of one sequence with 1, 2, 4, ... query tokens on idle workers, after little and after much; no more
+    than decodes and drafts may be in a step. None if there is no room for two. The tokens differ, because equal ones
+    have the same experts."""
     room = config.num_blocks // sum(len(group.parts) for group in config.kv_groups) * config.block_size
     room = min(room, config.max_model_len - 1)
     most = min(MOST_TOKENS, room, config.max_num_batched_tokens, vocab_size)
+    most = min(most, config.max_num_seqs * (1 + config.most_drafts))  # for which graphs have logits
     if most < 2:
         return None
     counts, cached = [1 << i for i in range(most.bit_length())], min(LONG, room - most)

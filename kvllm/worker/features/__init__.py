@@ -29,7 +29,7 @@ KINDS: tuple[type[StepFeature], ...] = (
     KeptPairsReports,
     RecurrentFeature,
     AdapterFeature,
-    ObservedScores,  # after all that is nearer to attention
+    ObservedScores,
     Offloader,  # after all that it saves
     Drafts,
 )

@@ -22,6 +22,7 @@ from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
+from kvllm.worker.graph_sizes import GraphSizes
 from kvllm.worker.state import BlockTables, SequenceState, part_of_layers
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor, write_rows
@@ -52,6 +53,7 @@ class ObservedScores(StepFeature):
         that is not scored.
     uncompressed: int32 `[num_slots]`, on the host: the first KV pair after all survivors, which are chosen from again.
     tables: of the first parts, those whose layers attend all tokens. part_of: the part of each layer.
+    recorded_rows: most query tokens of sequences that decode or have drafts, in a recorded pass; 0: none has a draft.
     """
 
     def __init__(
@@ -63,13 +65,15 @@ class ObservedScores(StepFeature):
         num_slots: int,
         max_model_len: int,
         part_of: Sequence[int],
+        recorded_rows: int = 0,
     ) -> None:
         assert operations.cache.scores is not None
         self.operations = operations
         self.backend = backend
         self.tables = tables
         self.part_of = part_of
-        self._held: HeldQueries | None = None
+        self._of_graphs = HeldQueries(recorded_rows) if recorded_rows else None
+        self._drafted: DraftedChunks | None = None
         self.tensors = (StepTensor("window_start", padding=NEVER, parts=len(tables)),)
         self.captures = backend.scores_windows
         self.scores = operations.cache.scores
@@ -87,7 +91,9 @@ class ObservedScores(StepFeature):
             return None
         tables, sizes = worker.tables.parts[: worker.tables.full_parts], (config.max_num_seqs, config.max_model_len)
         part_of = part_of_layers(config, worker.shape.num_layers)
-        return cls(worker.operations, worker.backend, tables, compression, *sizes, part_of)
+        graphs = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens, 1 + config.most_drafts)
+        rows = graphs.num_logits(graphs.all()[0]) if config.most_drafts else 0
+        return cls(worker.operations, worker.backend, tables, compression, *sizes, part_of, rows)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.window_start[table_slot] = NEVER
@@ -173,37 +179,47 @@ class ObservedScores(StepFeature):
         write_rows(inputs.array("window_start"), self.window_starts(table_slots, longer), padding=NEVER)
 
     def attend(self, attention: PassAttention) -> None:
+        inputs = attention.inputs
+        if not (inputs.shape.is_decode and self.backend.scores_windows):
+            scorer = WindowScorer(self.operations, self.windows)
+            attention.backend = ScoringBackend(attention.backend, scorer, self._held(inputs))
         for fields in attention.fields[: len(self.tables)]:
             fields["windows"] = self.windows
 
+    def _held(self, inputs: StepInputs) -> HeldQueries | None:
+        """What gets the queries of a pass, if drafts may be among them."""
+        if inputs.recordings[0]:
+            return self._of_graphs
+        if self._drafted:
+            self._drafted.queries = HeldQueries(self._drafted.end)
+        return self._drafted and self._drafted.queries
+
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
         """Query tokens whose scores the attention backend does not add up get them in another way."""
-        self._held = None
+        self._drafted = None
         if self.backend.scores_windows and max(batch.num_tokens) == 1:
             return None
         chunks = [self._chunks(batch, tables) for tables in self.tables]
-        if not any(chunks):
-            return None
         known = [tuple(chunk for chunk in of_part if not batch.has_draft(chunk.sequence)) for of_part in chunks]
-        held = [[chunk for chunk in of_part if batch.has_draft(chunk.sequence)] for of_part in chunks]
-        if any(held):
-            self._held = HeldQueries(held, batch.table_slots.tolist())
-        return partial(self._add_scores, known)
+        drafted = [[chunk for chunk in of_part if batch.has_draft(chunk.sequence)] for of_part in chunks]
+        if any(drafted):
+            self._drafted = DraftedChunks(drafted, batch.table_slots.tolist(), self._of_graphs)
+        return partial(_score, known) if any(known) else None
 
     def accepted(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         """Add the scores of queries that have turned out to be the sequences'."""
-        if self._held is None:
+        if self._drafted is None or self._drafted.queries is None:
             return
         scorer = WindowScorer(self.operations, self.windows)
         num_queries = {state.table_slot: 1 + count for state, count in zip(states, counts, strict=True)}
         for part, tables in enumerate(self.tables):
-            block_tables = to_device(tables.table[self._held.table_slots], self.scores.device)
-            found = scorer.prepare(self._held.chunks(part, num_queries), block_tables)
-            for layer, (queries, softmax) in self._held.of_layers.items():
+            block_tables = to_device(tables.table[self._drafted.table_slots], self.scores.device)
+            found = scorer.prepare(self._drafted.right(part, num_queries), block_tables)
+            for layer, (queries, softmax) in self._drafted.queries.of_layers.items():
                 if self.part_of[layer] == part:
                     for windows in found:
                         scorer.add(layer, queries, softmax, windows)
-        self._held = None
+        self._drafted = None
 
     def _chunks(self, batch: StepBatch, tables: BlockTables) -> tuple[ScoredChunk, ...]:
         """Of one part."""
@@ -216,11 +232,11 @@ class ObservedScores(StepFeature):
             begin += count
         return tuple(chunks)
 
-    def _add_scores(self, chunks: list[tuple[ScoredChunk, ...]], attention: PassAttention) -> None:
-        """chunks: of each part."""
-        attention.backend = ScoringBackend(attention.backend, WindowScorer(self.operations, self.windows), self._held)
-        for fields, of_part in zip(attention.fields, chunks, strict=False):
-            fields["scored_chunks"] = of_part
+
+def _score(chunks: list[tuple[ScoredChunk, ...]], attention: PassAttention) -> None:
+    """chunks: of each part."""
+    for fields, of_part in zip(attention.fields, chunks, strict=False):
+        fields["scored_chunks"] = of_part
 
 
 @dataclass(frozen=True)
@@ -241,30 +257,44 @@ class ScoredWindows:
 
 
 class HeldQueries:
-    """Queries of sequences with drafts. Their scores are added up when it is known which of them are right.
+    """The first queries of a pass: those of sequences that decode, and after them of sequences with drafts.
 
-    table_slots: of all sequences of the pass. of_layers: by layer, the queries of those with drafts, which follow each
-        other in the batch, `[T, query_heads, head_dim]`, and the softmax.
+    of_layers: by layer, memory for `num_rows` of them, `[num_rows, query_heads, head_dim]`, and the softmax.
     """
 
-    def __init__(self, chunks: list[list[ScoredChunk]], table_slots: list[int]) -> None:
-        """chunks: of each part, the sequences with drafts."""
-        self._chunks = chunks
-        self._begin = min(chunk.begin for of_part in chunks for chunk in of_part)
-        self._end = max(chunk.end for of_part in chunks for chunk in of_part)
-        self.table_slots = table_slots
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self.of_layers: dict[int, tuple[torch.Tensor, Softmax]] = {}
 
     def hold(self, layer: int, queries: torch.Tensor, softmax: Softmax) -> None:
         """queries: of all sequences of the pass."""
-        self.of_layers[layer] = queries[self._begin : self._end].clone(), softmax
+        if layer not in self.of_layers:
+            self.of_layers[layer] = queries.new_empty(self.num_rows, *queries.shape[1:]), softmax
+        rows = queries[: self.num_rows]
+        self.of_layers[layer][0][: len(rows)] = rows
 
-    def chunks(self, part: int, num_queries: Mapping[int, int]) -> list[ScoredChunk]:
+
+@dataclass
+class DraftedChunks:
+    """Sequences with drafts in a pass. Their scores are added up when it is known which of their queries are right.
+
+    of_parts: of each part, those that are scored. table_slots: of all sequences of the pass. queries: of the pass.
+    """
+
+    of_parts: list[list[ScoredChunk]]
+    table_slots: list[int]
+    queries: HeldQueries | None
+
+    @property
+    def end(self) -> int:
+        """Query tokens of the pass up to the last one that is scored."""
+        return max(chunk.end for of_part in self.of_parts for chunk in of_part)
+
+    def right(self, part: int, num_queries: Mapping[int, int]) -> list[ScoredChunk]:
         """What is to be scored, if so many queries of the sequences in some slots are right, and none of others."""
-        counts = [num_queries.get(self.table_slots[chunk.sequence], 0) for chunk in self._chunks[part]]
-        pairs = zip(self._chunks[part], counts, strict=True)
-        begins = ((chunk, chunk.begin - self._begin, count) for chunk, count in pairs if count)
-        return [replace(chunk, begin=begin, end=begin + count) for chunk, begin, count in begins]
+        counts = [num_queries.get(self.table_slots[chunk.sequence], 0) for chunk in self.of_parts[part]]
+        pairs = zip(self.of_parts[part], counts, strict=True)
+        return [replace(chunk, end=chunk.begin + count) for chunk, count in pairs if count]
 
 
 class WindowScorer:
