@@ -1,7 +1,7 @@
-// Products of adapters, added to those of the matrices that they change.
-#include <cstring>
+#include "adapters.h"
 
-#include "linear.h"
+#include <algorithm>
+#include <cstring>
 
 namespace kvllm {
 namespace {
@@ -45,53 +45,88 @@ void add_row(void* into, const void* from, int64_t width) {
   for (int64_t i = 0; i < width; ++i) round_into(sum[i], to_float(sum[i]) + to_float(addend[i]));
 }
 
+// Adds the product of an adapter for `count` tokens.
+void add_adapter(const Kernels& kernels, char* product, int64_t width, const char* x, int64_t depth,
+                 const int64_t* rows, int64_t count, const Tensor& packed_down, const Tensor& packed_up) {
+  const int64_t low = packed_up.size(1) * (kWordBytes / kernels.element_size);
+  const PackedMatrix down(packed_down, std::nullopt, low);
+  const int64_t columns = packed_up.size(0) * kTileColumns;
+  STD_TORCH_CHECK(width <= columns, "product has ", width, " columns, and ups have ", columns);
+  const PackedMatrix up = PackedMatrix(packed_up, std::nullopt, columns).first_columns(width);
+  STD_TORCH_CHECK(depth == down.depth, "x has ", depth, " channels, and downs have ", down.depth);
+  const AdapterMemory memory = memory_for(kernels, down, up, count);
+  const int64_t x_bytes = depth * kernels.element_size, row_bytes = width * kernels.element_size;
+  for (int64_t i = 0; i < count; ++i) std::memcpy(memory.x + i * x_bytes, x + rows[i] * x_bytes, x_bytes);
+  multiply(kernels, memory.x, count, down, nullptr, memory.low, memory.operands);
+  multiply(kernels, memory.low, count, up, nullptr, memory.high, memory.operands);
+  for (int64_t i = 0; i < count; ++i) {
+    char* into = product + rows[i] * row_bytes;
+    const char* from = memory.high + i * row_bytes;
+    if (kernels.element_size == sizeof(float)) {
+      add_row<float>(into, from, width);
+    } else {
+      add_row<BFloat16>(into, from, width);
+    }
+  }
+}
+
+std::vector<int64_t> numbers_of(const Tensor& tensor, const char* name) {
+  check_contiguous(tensor, name, 1);
+  check_dtype(tensor, name, ScalarType::Long);
+  const int64_t* first = tensor.const_data_ptr<int64_t>();
+  return {first, first + tensor.size(0)};
+}
+
 }  // namespace
+
+AdapterRows::AdapterRows(const std::optional<Tensor>& of_rows, const std::optional<Tensor>& of_starts, int64_t tokens) {
+  STD_TORCH_CHECK(of_rows.has_value() == of_starts.has_value(), "rows and starts of adapters go together");
+  if (!of_rows) return;
+  rows = numbers_of(*of_rows, "rows");
+  starts = numbers_of(*of_starts, "starts");
+  for (const int64_t row : rows) {
+    STD_TORCH_CHECK(row >= 0 && row < tokens, "row ", row, " is not among the ", tokens, " rows of x");
+  }
+  const bool ascend = std::is_sorted(starts.begin(), starts.end()) && !starts.empty() && starts.front() >= 0;
+  STD_TORCH_CHECK(ascend && starts.back() <= static_cast<int64_t>(rows.size()), "starts leave rows");
+}
+
+void AdapterRows::keep(const int64_t* tokens, int64_t count) {
+  std::vector<int64_t> kept;
+  int64_t begin = starts.empty() ? 0 : starts.front();
+  for (size_t i = 0; i < adapters(); ++i) {
+    starts[i] = static_cast<int64_t>(kept.size());
+    for (; begin < starts[i + 1]; ++begin) {
+      const int64_t* found = std::lower_bound(tokens, tokens + count, rows[begin]);
+      if (found != tokens + count && *found == rows[begin]) kept.push_back(found - tokens);
+    }
+  }
+  if (!starts.empty()) starts.back() = static_cast<int64_t>(kept.size());
+  rows = std::move(kept);
+}
+
+void add_adapters(const Kernels& kernels, char* product, int64_t width, const char* x, int64_t depth,
+                  const AdapterRows& rows, const AdapterPairs& pairs) {
+  for (size_t i = 0; i < rows.adapters(); ++i) {
+    const int64_t count = rows.starts[i + 1] - rows.starts[i];
+    if (count == 0 || pairs.downs[i].numel() == 0) continue;
+    add_adapter(kernels, product, width, x, depth, rows.rows.data() + rows.starts[i], count, pairs.downs[i],
+                pairs.ups[i]);
+  }
+}
 
 void add_adapters(const Tensor& product, const Tensor& x, const Tensor& rows, const Tensor& starts,
                   const std::vector<Tensor>& downs, const std::vector<Tensor>& ups) {
   const Kernels& kernels = kernels_for(x, "x");
   check_contiguous(x, "x", 2);
   check_contiguous(product, "product", 2);
-  check_contiguous(rows, "rows", 1);
-  check_contiguous(starts, "starts", 1);
   check_dtype(product, "product", x.scalar_type());
-  check_dtype(rows, "rows", ScalarType::Long);
-  check_dtype(starts, "starts", ScalarType::Long);
   check_size(product, "product", 0, x.size(0));
   check_size(starts, "starts", 0, static_cast<int64_t>(downs.size()) + 1);
   STD_TORCH_CHECK(downs.size() == ups.size(), "downs and ups go together");
-  const int64_t width = product.size(1), row_bytes = width * kernels.element_size;
-  const int64_t* row = rows.const_data_ptr<int64_t>();
-  const int64_t* start = starts.const_data_ptr<int64_t>();
-  for (size_t group = 0; group < downs.size(); ++group) {
-    const int64_t begin = start[group], count = start[group + 1] - begin;
-    STD_TORCH_CHECK(begin >= 0 && count >= 0 && begin + count <= rows.size(0), "starts leave rows");
-    if (count == 0) continue;
-    const int64_t low = ups[group].size(1) * (kWordBytes / kernels.element_size);
-    const PackedMatrix down(downs[group], std::nullopt, low);
-    const int64_t columns = ups[group].size(0) * kTileColumns;
-    STD_TORCH_CHECK(width <= columns, "product has ", width, " columns, and ups have ", columns);
-    const PackedMatrix up = PackedMatrix(ups[group], std::nullopt, columns).first_columns(width);
-    check_size(x, "x", 1, down.depth);
-    const AdapterMemory memory = memory_for(kernels, down, up, count);
-    const int64_t x_bytes = down.depth * kernels.element_size;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t token = row[begin + i];
-      STD_TORCH_CHECK(token >= 0 && token < x.size(0), "row ", token, " is not among the ", x.size(0), " rows of x");
-      std::memcpy(memory.x + i * x_bytes, static_cast<const char*>(x.data_ptr()) + token * x_bytes, x_bytes);
-    }
-    multiply(kernels, memory.x, count, down, nullptr, memory.low, memory.operands);
-    multiply(kernels, memory.low, count, up, nullptr, memory.high, memory.operands);
-    for (int64_t i = 0; i < count; ++i) {
-      char* into = static_cast<char*>(product.mutable_data_ptr()) + row[begin + i] * row_bytes;
-      const char* from = memory.high + i * row_bytes;
-      if (kernels.element_size == sizeof(float)) {
-        add_row<float>(into, from, width);
-      } else {
-        add_row<BFloat16>(into, from, width);
-      }
-    }
-  }
+  add_adapters(kernels, static_cast<char*>(product.mutable_data_ptr()), product.size(1),
+               static_cast<const char*>(x.data_ptr()), x.size(1), AdapterRows(rows, starts, x.size(0)),
+               {downs.data(), ups.data()});
 }
 
 }  // namespace kvllm

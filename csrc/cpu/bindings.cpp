@@ -66,8 +66,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor[] slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "
       "packed_len, Tensor? head_lengths, " LAYER_TABLES "Tensor(s!)? scores, Tensor[] window_start, " WINDOW_SIZES
-      "float scale, Tensor(r!)? kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None, Tensor? "
-      "wanted=None) -> Tensor");
+      "float scale, Tensor(r!)? kv_residual, Tensor? residual_slots, Tensor? residual_first, Tensor? wanted, Tensor? "
+      "adapter_rows, Tensor? adapter_starts, Tensor[] downs, Tensor[] ups) -> Tensor");
   m.def(
       "decoder_queries(Tensor decoder, int layer, Tensor(a!) residual, Tensor? queries, Tensor positions, Tensor "
       "key_cache, Tensor value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "

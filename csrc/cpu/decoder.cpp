@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 
+#include "adapters.h"
 #include "attention.h"
 #include "linear.h"
 #include "score_windows.h"
@@ -178,17 +179,30 @@ struct Wanted {
   int64_t count;
 };
 
+// The adapters of a pass: of the four matrices of each layer in turn, those of each adapter.
+struct PassAdapters {
+  AdapterRows rows;
+  const std::vector<Tensor>& downs;
+  const std::vector<Tensor>& ups;
+
+  AdapterPairs of(size_t matrix) const {
+    return {downs.data() + matrix * rows.adapters(), ups.data() + matrix * rows.adapters()};
+  }
+};
+
 // One pass over the layers.
 class Pass {
  public:
-  Pass(Decoder& decoder, int64_t rows, const int64_t* positions, float scale)
+  // adapters: null if there are none.
+  Pass(Decoder& decoder, int64_t rows, const int64_t* positions, float scale, PassAdapters* adapters = nullptr)
       : d_(decoder),
         kernels_(decoder.dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16),
         norms_(kernels_.norms[decoder.norm_dtype() == decoder.dtype ? 0 : 1]),
         bytes_(decoder.dtype == ScalarType::Float ? 4 : 2),
         rows_(rows),
         positions_(positions),
-        scale_(scale) {}
+        scale_(scale),
+        adapters_(adapters) {}
 
   // residual `[rows, hidden_size]` is overwritten; hidden gets the normalized result of the wanted rows. Behind the
   // last attention, these alone are computed.
@@ -205,6 +219,7 @@ class Pass {
         keep_rows(wanted, attended, d_.query_size());
         keep_rows(wanted, residual, d_.hidden_size);
         rows_ = wanted.count;
+        if (adapters_ != nullptr) adapters_->rows.keep(wanted.rows, wanted.count);
       }
       const PackedMatrix* next = last ? nullptr : &d_.layers[i + 1].qkv;
       finish(layer, attended, residual, last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, next,
@@ -236,9 +251,13 @@ class Pass {
     for_rows(rows_, width, body);
   }
 
+  // Matrices are asked for in order: of each layer that of queries, keys and values, the output's, and the MLP's two.
   char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer, const PackedMatrix* next) {
     char* out = buffer.get(rows_ * weight.columns * bytes_);
     multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)), next);
+    if (adapters_ != nullptr) {
+      add_adapters(kernels_, out, weight.columns, x, weight.depth, adapters_->rows, adapters_->of(num_products_++));
+    }
     return out;
   }
 
@@ -333,6 +352,8 @@ class Pass {
   int64_t rows_;
   const int64_t* positions_;
   const float scale_;
+  PassAdapters* adapters_;
+  size_t num_products_ = 0;
 };
 
 // `[places, blocks, kv_heads, block_size, width]`, in which only the places may be apart.
@@ -537,7 +558,9 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
                    int64_t window_stride, int64_t num_scored, bool squared, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
-                   const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted) {
+                   const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted,
+                   const std::optional<Tensor>& adapter_rows, const std::optional<Tensor>& adapter_starts,
+                   const std::vector<Tensor>& downs, const std::vector<Tensor>& ups) {
   Decoder& decoder = decoder_in(tensor);
   const PassTensors of{
       residual,      positions,    key_cache,  value_cache,  query_start_loc,
@@ -573,7 +596,12 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   LayerPlans plans(shape, parts, of.tables);
   const Wanted of_rows = check_wanted(wanted, rows);
   Tensor hidden = empty_like(residual, {of_rows.count, decoder.hidden_size});
-  Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
+  PassAdapters adapters{AdapterRows(adapter_rows, adapter_starts, rows), downs, ups};
+  const size_t pairs = 4 * decoder.layers.size() * adapters.rows.adapters();
+  STD_TORCH_CHECK(downs.size() == pairs && ups.size() == pairs, "downs has ", downs.size(), " tensors and ups ",
+                  ups.size(), ", not ", pairs);
+  Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale),
+            pairs == 0 ? nullptr : &adapters);
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()), of_rows,
            plans, cached);
   return hidden;

@@ -115,6 +115,8 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& cos_sin, const Tenso
 // block_tables: of each part of KV groups; window_start: of the first ones, whose windows are scored. layer_parts,
 // layer_places, sliding_windows: of each layer, the part that it belongs to, its place in a block, and its window, 0
 // for none. wanted: int64, ascending, the tokens whose normalized hidden states are returned; none for all.
+// adapter_rows, adapter_starts: as in add_adapters, none if no token has an adapter; downs, ups: of the four matrices
+// of each layer in turn, those of each adapter.
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions,
                    const std::vector<Tensor>& slots, const Tensor& key_cache, const Tensor& value_cache,
                    const Tensor& query_start_loc, const std::vector<Tensor>& last_kv_index,
@@ -124,7 +126,9 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
                    const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
                    int64_t window_stride, int64_t num_scored, bool squared, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
-                   const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted);
+                   const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted,
+                   const std::optional<Tensor>& adapter_rows, const std::optional<Tensor>& adapter_starts,
+                   const std::vector<Tensor>& downs, const std::vector<Tensor>& ups);
 // The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache.
 // residual: the embedded tokens, which calls for all layers in order overwrite. queries: those of the layer before,
 // none for the first; that layer is finished.

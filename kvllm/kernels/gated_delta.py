@@ -1,10 +1,15 @@
-"""The short convolution and the gated delta rule, as `kvllm.models.gated_delta` defines them."""
+"""The short convolution and the gated delta rule, as `kvllm.models.gated_delta` defines them.
+
+Prompts are computed by chunks (`gated_delta_chunks`).
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from kvllm.kernels.gated_delta_chunks import FEW, MOST_KEY_CHANNELS, change_by_chunks
 
 _PARTS = 32
 """Parts that the tokens of a prompt are convolved in."""
@@ -112,14 +117,17 @@ def _change_states(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
-    """Some columns of the state of one head of a sequence, token by token."""
+    """Some columns of the state of one head of a sequence of up to MOST tokens, token by token."""
     head, sequence = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
+    if end - begin > MOST:
+        return
     index, column = tl.arange(0, KEYS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < VALUE_DIM
     of_keys = KEY_HEADS * KEY_DIM
     key_head = head // (HEADS // KEY_HEADS)
-    begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
     first = (tl.load(slots + sequence).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
     pointers = states + first + index[:, None] * VALUE_DIM + column[None, :]
     mask = (index < KEY_DIM)[:, None] & is_column[None, :]
@@ -148,23 +156,20 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Contiguous `[T, ...]`; factors and strengths float32 `[T, heads]`; states float32 `[slots, heads, key_dim,
     value_dim]`, which are changed -> `[T, heads, value_dim]`."""
-    heads, key_dim, value_dim = states.shape[1:]
-    out = torch.empty((len(mixed), heads, value_dim), dtype=mixed.dtype, device=mixed.device)
-    _change_states[(triton.cdiv(value_dim, _COLUMNS), heads, len(slots))](
+    (num_tokens, num_seqs), (heads, key_dim, value_dim) = (len(mixed), len(slots)), states.shape[1:]
+    out = torch.empty((num_tokens, heads, value_dim), dtype=mixed.dtype, device=mixed.device)
+    inputs = mixed, factors.contiguous(), strengths.contiguous(), states, query_start_loc, slots
+    by_chunks = num_tokens > num_seqs + FEW and key_dim <= MOST_KEY_CHANNELS
+    shape = {"KEY_HEADS": key_heads, "HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "num_warps": 4}
+    _change_states[(triton.cdiv(value_dim, _COLUMNS), heads, num_seqs)](
         out,
-        mixed,
-        factors.contiguous(),
-        strengths.contiguous(),
-        states,
-        query_start_loc,
-        slots,
+        *inputs,
         key_dim**-0.5,
-        KEY_HEADS=key_heads,
-        HEADS=heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
         KEYS=triton.next_power_of_2(key_dim),
         COLUMNS=_COLUMNS,
-        num_warps=4,
+        MOST=FEW if by_chunks else 1 << 30,
+        **shape,
     )
+    if by_chunks:
+        change_by_chunks(out, *inputs, shape)
     return out

@@ -146,7 +146,7 @@ class Decoder:
         Kara (paper, C.2) scores a window with these. Tokens whose prefix was compressed since they were computed get
         other queries than back then, from the second layer on.
         """
-        if self._compiled and self._compiled.serves(attention):
+        if self._compiled and attention.adapters is None and self._compiled.serves(attention):
             self._compiled.recompute_queries(self.embedding.forward(token_ids), positions, attention, visit)
         else:
             self._run_layers(token_ids, positions, attention, visit)

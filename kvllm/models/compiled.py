@@ -11,11 +11,15 @@ from kvllm._extension import operator
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend, window_arguments
+from kvllm.lora.product import AdapterRows, LowRank, PackedAdapters
+from kvllm.models.weights import LinearWeight
 
 if TYPE_CHECKING:
     from kvllm.models.parts import DecoderLayer, GatedMLP, SelfAttention
 
 CompiledAttention = AttentionContext | PartedAttention
+NOTHING = LowRank(torch.empty(0), torch.empty(0))
+"""What an adapter adds to a matrix that it does not change."""
 
 
 class CompiledLayers:
@@ -29,6 +33,11 @@ class CompiledLayers:
     ) -> None:
         _, first, mlp = layers[0]
         self._num_layers = len(layers)
+        self._matrices = [
+            matrix.weight
+            for _, attention, mlp in layers
+            for matrix in (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+        ]
         self._run = operator("run_decoder")
         self._queries = operator("decoder_queries")
         self._decoder = operator("make_decoder")(
@@ -88,7 +97,15 @@ class CompiledLayers:
             backend.scale,
             *((held.pairs, held.slots, held.first) if held else (None, None, None)),
             wanted,
+            *self._adapters(attention.adapters),
         )
+
+    def _adapters(self, tokens: AdapterRows | None) -> tuple[Any, ...]:
+        """The tokens of each adapter of a pass, and what it adds to each matrix, as the operator takes them."""
+        if not tokens or not tokens.adapters:
+            return None, None, [], []
+        pairs = [_added(matrix, number) for matrix in self._matrices for number in tokens.adapters]
+        return *tokens.grouped(tokens.adapters), [each.down for each in pairs], [each.up for each in pairs]
 
     def recompute_queries(
         self,
@@ -108,14 +125,22 @@ class CompiledLayers:
 
     @staticmethod
     def serves(attention: Attention) -> TypeGuard[CompiledAttention]:
-        """Whether the operators compute a pass: its attention is the CPU's own, nobody observes it, no layer has
-        options but a window, and no token has an adapter."""
-        if not isinstance(attention, AttentionContext | PartedAttention) or attention.adapters is not None:
+        """Whether the operators compute a pass: its attention is the CPU's own, nobody observes it, and no layer has
+        options but a window."""
+        if not isinstance(attention, AttentionContext | PartedAttention):
             return False
         backend = attention.parts[0].backend
         if type(backend) is not CpuBackend:
             return False
         return all(options.soft_cap is None and not options.sinks for options in backend.layers)
+
+
+def _added(matrix: LinearWeight, adapter: int) -> LowRank:
+    """What an adapter adds to a matrix."""
+    if matrix.adapters is None:
+        return NOTHING
+    assert isinstance(matrix.adapters, PackedAdapters)  # as the matrix is packed
+    return matrix.adapters.adapters.get(adapter, NOTHING)
 
 
 class _Tables:

@@ -258,10 +258,10 @@ def launch_recurrent(dtype: torch.dtype, rows: int) -> None:
     """Of a layer of Gated DeltaNet, and of a short convolution: sequences that decode, and a prompt."""
     from kvllm.kernels import gated_delta
 
-    x, taps, inputs = (torch.zeros(*size, 6144, dtype=dtype) for size in ((rows,), (4,), (9, 3)))
-    controls, states = torch.zeros(rows, 16), torch.zeros(9, 16, 128, 128)
-    for num_seqs in (rows, 1):
+    taps, inputs, states = (torch.zeros(*size, dtype=dtype) for size in ((4, 6144), (9, 3, 6144), (9, 16, 128, 128)))
+    for num_tokens, num_seqs in ((rows, rows), (300 + rows, 1)):
         starts, slots = ints(num_seqs + 1), ints(num_seqs)
+        x, controls = torch.zeros(num_tokens, 6144, dtype=dtype), torch.zeros(num_tokens, 16)
         for silu in (True, False):
             gated_delta.short_convolution(x, taps, inputs, starts, slots, silu)
-        gated_delta.gated_delta_rule(x, controls, controls, states, starts, slots, 16)
+        gated_delta.gated_delta_rule(x, controls, controls, states.float(), starts, slots, 16)

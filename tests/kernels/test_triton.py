@@ -516,8 +516,13 @@ def recurrent_layers() -> None:
 
     recurrent_checks.assert_convolves(gated_delta.short_convolution, 300, 4, torch.bfloat16)
     recurrent_checks.assert_convolves(gated_delta.short_convolution, 40, 3, torch.float32, silu=False)
-    recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 1, 3, 8, 12, torch.float32)
-    recurrent_checks.assert_follows_rule(gated_delta.gated_delta_rule, 2, 2, 16, 40, torch.bfloat16)
+    rule = gated_delta.gated_delta_rule
+    recurrent_checks.assert_follows_rule(rule, 1, 3, 8, 12, torch.float32)
+    recurrent_checks.assert_follows_rule(rule, 2, 2, 16, 40, torch.float16)
+    recurrent_checks.assert_follows_rule(rule, 2, 2, 16, 40, torch.bfloat16, [1] * 5)
+    recurrent_checks.assert_follows_rule(rule, 1, 2, 130, 12, torch.float32)  # of which no chunks are made
+    # Where chunks end, and where they begin to be used: sequences that begin inside of others' chunks.
+    recurrent_checks.assert_follows_rule(rule, 2, 4, 72, 40, torch.float32, (17, 64, 16, 33, 96))
 
 
 @check

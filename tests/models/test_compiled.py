@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.lora.product import NO_ADAPTER, AdapterRows, LowRank, PackedAdapters
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import MULTIPLIERS
 from tests.helpers.paged_model import PagedModel, load, tokens
+from tests.helpers.tensors import randn
 
 CASES = {
     "llama": ("llama", {}),
@@ -63,6 +66,40 @@ def test_wanted_tokens_have_the_bits_that_they_have_among_all(
     for step, wanted in zip(steps, [[0, 19, 20, 26], [11]], strict=True):
         assert torch.equal(some.forward(step, wanted), every.forward(step)[wanted])
     assert torch.equal(some.cache.data.nan_to_num(), every.cache.data.nan_to_num())
+
+
+class _Adapted(PagedModel):
+    """Of the tokens of a step, the first two have an adapter, the third one has none, and all others another one."""
+
+    def context(self, plan: Any, slot_mapping: torch.Tensor | None = None) -> AttentionContext:
+        numbers = torch.full(plan.last_kv_index.shape, 2)
+        numbers[:3] = torch.tensor([0, 0, NO_ADAPTER])[: len(numbers)]
+        return replace(super().context(plan, slot_mapping), adapters=AdapterRows(numbers, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_with_adapters_equal_the_loop(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The first one changes all matrices, the other one those of outputs. Some steps want some tokens."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=16)
+    model, config = load(tmp_path, dtype)
+    assert model._compiled is not None
+    for number, matrix in enumerate(model._compiled._matrices):
+        matrix.adapters = PackedAdapters(model.adapters)
+        size = matrix.out_features, matrix.in_features
+        for adapter in (0, 2) if number % 4 == 1 else (0,):
+            down, up = randn(4, size[1], dtype=dtype, seed=number), randn(size[0], 4, dtype=dtype, seed=adapter)
+            matrix.adapters.put(adapter, LowRank(down / 8, up / 8))
+    compiled, looped = (_Adapted(model, config, dtype, CpuBackend) for _ in range(2))
+    plain = PagedModel(model, config, dtype, CpuBackend)
+    assert model._compiled.serves(compiled.context(compiled.plan({0: 1}, [0])))
+    steps = [({0: tokens(20), 1: tokens(7, 2)}, [1, 2, 19, 26]), ({0: [5]}, None), ({1: [9, 4, 4, 1]}, [2, 3])]
+    found = [compiled.forward(*step) for step in steps]
+    without = [plain.forward(*step) for step in steps]
+    model._compiled = None
+    for hidden, step, other in zip(found, steps, without, strict=True):
+        assert torch.equal(hidden, looped.forward(*step))
+        assert not any(torch.equal(*rows) for rows in zip(hidden, other, strict=True))
+    assert torch.equal(compiled.cache.data.nan_to_num(), looped.cache.data.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,5 +232,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), PartedAttention([context], [0, 0]))
     one = torch.zeros(1, 1)
     tables = [[one], one, one, one, [one], [one], None, None, [0], [0], [0], None, []]
+    rest = [None] * 6 + [[], []]
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
-        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 0, 0, 0, False, 1.0)
+        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 0, 0, 0, False, 1.0, *rest)
