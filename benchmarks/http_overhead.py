@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +23,9 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 from msgspec import Struct
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.common import command_line, machine, report, shapes
-from benchmarks.common.child import ROOT, run_child
+from benchmarks.common.child import run_child
 from benchmarks.common.summary import show_spread, spread_of
 from kvllm import LLM, SamplingParams
 from kvllm.errors import KvLLMError
@@ -41,7 +38,10 @@ BLOCK_SIZE, PROMPT_TOKENS, WARM_UP_TOKENS = 16, 32, 8
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.http_overhead", __doc__)
     add = parser.add_argument
-    add("--models", nargs="+", default=[shapes.REASONER, "50m"], choices=(shapes.REASONER, *shapes.SHAPES))
+    models = [shapes.REASONER, "models/SmolLM2-135M-Instruct"]
+    add(
+        "--models", nargs="+", default=models, metavar="MODEL", help=f"checkpoints, or {shapes.REASONER} (default both)"
+    )
     add("--batch", type=int, default=64, help="streams at once (default 64)")
     add("--output-tokens", type=int, default=256, help="of each stream (default 256)")
     add("--rounds", type=int, default=6)
@@ -158,8 +158,8 @@ def measure(name: str, batch: Batch, rounds: int) -> list[Pair]:
     return pairs
 
 
-def make_batch(name: str, folder: Path, args: argparse.Namespace) -> Batch:
-    path, length = shapes.find_model(name, folder), PROMPT_TOKENS + args.output_tokens
+def make_batch(name: str, args: argparse.Namespace) -> Batch:
+    path, length = shapes.find_model(name, Path()), PROMPT_TOKENS + args.output_tokens
     options: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "max_num_seqs": args.batch,
@@ -167,36 +167,18 @@ def make_batch(name: str, folder: Path, args: argparse.Namespace) -> Batch:
         "num_gpu_blocks_override": args.batch * -(-length // BLOCK_SIZE) + 1,
     }
     rng, vocab_size = random.Random(0), load_model_config(path).vocab_size
-    if name in shapes.SHAPES:
-        options["load_format"] = "dummy"
-        write_tokenizer(path, vocab_size)
     prompts = [[rng.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(args.batch)]
     return Batch(str(path), options, prompts, args.output_tokens)
-
-
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer of up to `vocab_size` tokens, pieces of this repository's pages and sources."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    files = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "kvllm").rglob("*.py")])
-    tokenizer.train([str(file) for file in files], trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def run(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     provenance = machine.announce("benchmarks.http_overhead", arguments)
     rows, content = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.models:
-            pairs = content[name] = measure(name, make_batch(name, Path(folder), args), args.rounds)
-            medians = [f"{median(getattr(pair, side) for pair in pairs):,.0f}" for side in ("generate", "serve")]
-            rows.append([name, *medians, show_spread(spread_of([pair.ratio for pair in pairs]), "{:.3f}")])
+    for name in args.models:
+        pairs = content[name] = measure(name, make_batch(name, args), args.rounds)
+        medians = [f"{median(getattr(pair, side) for pair in pairs):,.0f}" for side in ("generate", "serve")]
+        rows.append([name, *medians, show_spread(spread_of([pair.ratio for pair in pairs]), "{:.3f}")])
     print(f"\n{args.batch} streams of {PROMPT_TOKENS} + {args.output_tokens} tokens, medians, in tokens/s\n")
     print(report.table(["model", "LLM.generate", "kvllm serve", "ratio"], rows))
     report.write_json(args.output / "http_overhead.json", {**provenance, "pairs": msgspec.to_builtins(content)})

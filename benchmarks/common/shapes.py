@@ -11,54 +11,35 @@ from kvllm.engine_args import DEFAULT_MODEL
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
+    "head_dim": 64,
 }
+
+
+def _qwen3(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, Any]:
+    return QWEN3 | {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "50m": {
-        **QWEN3,
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-    "0.6b": {
-        **QWEN3,
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "1.7b": {
-        **QWEN3,
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "4b": {
-        **QWEN3,
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    "50m": _qwen3(8192, 512, 1536, 12, 8, 2, 64),
+    "0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
+    "1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
+    "4b": _qwen3(151936, 2560, 9728, 36, 32, 8, 128),
     "8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
