@@ -68,6 +68,11 @@ class DraftCounts(Struct):
     tokens: int = 0
     right: list[int] = field(default_factory=list)
 
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a sequence gets of a pass with a draft: the right ones and the model's own. 1 without drafts."""
+        return 1 + sum(self.right) / max(1, self.drafts)
+
     def add(self, tokens: int, right: int) -> None:
         """Count a draft of so many tokens, of which the first ones were right."""
         self.drafts += 1

@@ -58,7 +58,7 @@ def assert_drafts(path: Path, found: list[tuple[list[int], list[int]]]) -> None:
 
 def assert_right_and_wrong(llm: LLM) -> None:
     counts = llm.stats().drafts
-    assert 0 < sum(counts.right) < counts.tokens
+    assert 0 < sum(counts.right) < counts.tokens and 1 < counts.mean_acceptance_length < 1 + len(counts.right)
 
 
 ENGINES: dict[str, dict[str, Any]] = {
