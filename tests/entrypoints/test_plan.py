@@ -203,8 +203,9 @@ def test_latents_are_counted_once(tmp_path):
     assert CostModel(load_hardware("h100"), model, "float32").kv_pair_bytes == shape.pair_bytes == 4 * (24 + 8)
     assert PagedKVCache(shape, 3).data.nbytes == 3 * shape.bytes_per_block
     for option in ("kv_cache_dtype", "kv_offload_dtype"):
+        options: dict[str, Any] = {"kv_offloading_size": 1, option: "int6_int4"}
         with pytest.raises(ConfigError, match=f"{option}='int6_int4' stores .* give 'auto' or one of 'fp8_e4m3'"):
-            cache_shape(EngineArgs(tmp_path, kv_offloading_size=1, **{option: "int6_int4"}))
+            cache_shape(EngineArgs(tmp_path, **options))
 
 
 def test_groups_have_the_blocks_of_the_engine(tmp_path):
