@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -240,7 +241,7 @@ def _shares(llm: LLM, pieces: Sequence[Piece]) -> tuple[float, float]:
     held = sum(_layer_pairs(windows, piece.pairs, piece.all_pairs) for piece in pieces)
     all_pairs = sum(_layer_pairs(windows, piece.all_pairs, piece.all_pairs) for piece in pieces)
     beside = sum(bytes_beside_pool(config, shape).values()) / config.max_num_seqs * len(pieces)
-    pair_bytes = 2 * shape.dtype.itemsize * shape.head_dim * shape.num_kv_heads
+    pair_bytes = replace(shape, kv_format=None).pair_bytes * shape.num_kv_heads
     return held / all_pairs, (held * _held_bytes(shape) + beside) / (all_pairs * pair_bytes)
 
 

@@ -6,7 +6,8 @@ block has a place for each layer that it holds: all layers of the model, or thos
 
 In a quantized cache the last dimension is the bytes of a vector with its scale, and the bytes of one head in one block
 are the codes of all its vectors, then their scales. Keys and values of different formats have different widths, and lie
-one after the other: `[places, 1, blocks, kv_heads, block_size, width]` each.
+one after the other: `[places, 1, blocks, kv_heads, block_size, width]` each. Where values are the keys, there is one
+such tensor.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class CacheShape:
     scored: every KV pair has a float32 score beside it, in each layer and head.
     places: where in a block each layer lies; layers of different parts share places. None given: each has its own.
     recurrent: of the layers that hold a state for each sequence, beside the pool.
+    shared: values are the keys, and stored once. A kv_format has the same format for both.
     """
 
     num_layers: int
@@ -43,6 +45,7 @@ class CacheShape:
     kv_format: KVFormat | None = None
     places: tuple[int, ...] = ()
     recurrent: StateShape | None = None
+    shared: bool = False
 
     @property
     def rotated(self) -> bool:
@@ -56,10 +59,11 @@ class CacheShape:
     @property
     def plane_groups(self) -> tuple[tuple[int, int], ...]:
         """Planes, of keys and of values, that share a tensor, and bytes of a vector in them, with its scale."""
+        planes = 1 if self.shared else 2
         if self.kv_format is None:
-            return ((2, self.head_dim * self.dtype.itemsize),)
+            return ((planes, self.head_dim * self.dtype.itemsize),)
         keys, values = (each.vector_bytes(self.head_dim) for each in (self.kv_format.keys, self.kv_format.values))
-        return ((2, keys),) if self.kv_format.keys == self.kv_format.values else ((1, keys), (1, values))
+        return ((planes, keys),) if self.kv_format.keys == self.kv_format.values else ((1, keys), (1, values))
 
     @property
     def vector_bytes(self) -> tuple[int, int]:
@@ -70,7 +74,7 @@ class CacheShape:
     @property
     def pair_bytes(self) -> int:
         """Bytes of the key and the value of one token and one head, with their scales."""
-        return sum(self.vector_bytes)
+        return sum(planes * vector_bytes for planes, vector_bytes in self.plane_groups)
 
     @property
     def bytes_per_block(self) -> int:
@@ -111,7 +115,8 @@ class PagedKVCache:
 
     data: the whole of it, as the layout has it; bytes where it is quantized, in one row where widths differ.
     tensors: views of it, `[places, planes, blocks, kv_heads, block_size, width]`: one with the planes of keys and of
-        values, or one for each. The dtype is the shape's, or tells the format (`kvllm.kvcache.quantize`).
+        values, or one for each; with a single plane where values are the keys. The dtype is the shape's, or
+        tells the format (`kvllm.kvcache.quantize`).
     parts: views of those, in which a slot is contiguous: codes, scales, or vectors. What moves a pair moves all parts.
     planes: keys, and values.
     scores: float32 `[places, blocks, kv_heads, block_size]`, if the shape has them.

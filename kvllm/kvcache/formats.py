@@ -84,6 +84,18 @@ def kv_format_of(kv_cache_dtype: str, dtype: str, head_dim: int) -> KVFormat | N
     return kv_format
 
 
+def require_one_format(option: str, dtype: str) -> None:
+    """Raise ConfigError if `dtype`, the value of `option`, is a format that differs for keys and values, of a model
+    whose values are its keys."""
+    kv_format = KV_FORMATS.get(dtype)
+    if kv_format and kv_format.keys != kv_format.values:
+        same = ", ".join(repr(each.name) for each in KV_FORMATS.values() if each.keys == each.values)
+        raise ConfigError(
+            f"{option}={dtype!r} stores keys and values in different formats, but with latent attention they are the "
+            f"same vector: give 'auto' or one of {same}"
+        )
+
+
 def require_head_dim(option: str, dtype: str, head_dim: int) -> None:
     """Raise ConfigError if `dtype`, the value of `option`, is a format that vectors of `head_dim` channels cannot
     have."""

@@ -438,7 +438,7 @@ def _check_totals(config: ModelConfig) -> None:
         refuse("no layer has attention")
     if weights > MOST_WEIGHTS:
         raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    numbers = (1 if config.latent else 2) * config.num_layers * config.num_kv_heads * config.head_dim
     if numbers > MOST_KV_NUMBERS:
         raise CheckpointError(
             f"its sizes imply {numbers:,} numbers for the keys and values of one token, more than the "

@@ -1,6 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): all heads share one latent vector a token.
 
-The cache has one KV head, whatever the model's: its key is the latent and a rotated part, its value the latent alone.
+The cache has one KV head, whatever the model's: its key is the latent and a rotated part. Its value is the same vector,
+stored once; of what is attended, the latent's channels are read. So methods that weigh by the lengths of values see the
+rotated part, too.
 A head's own projections of the latent are part of its queries and of its output instead (the paper's "absorbed" form),
 for prompts, too: they read the pairs that decoding reads, and compression methods see one head of keys.
 """
@@ -12,7 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
 
 from kvllm.errors import CheckpointError
 from kvllm.models.config import ModelConfig, refuse
@@ -149,22 +150,23 @@ class LatentAttention(SelfAttention):
         self.o.allocate(packing)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[T, hidden_size]` -> queries `[T, query_heads, head_dim]`, and one head of keys and of values."""
+        """`[T, hidden_size]` -> queries `[T, query_heads, head_dim]`, and one head of keys: the values, too."""
         of_queries, latent, turning = self.inputs.multiply(x, None).split(self.widths, 1)
         latent = rms_norm(latent.contiguous(), self.norm, EPS)
         keys = _joined(turning, latent).unsqueeze(1)
         queries, keys = self._rotated(torch.cat((self._absorbed(of_queries), keys), 1), positions).split(
             (self.num_query_heads, 1), 1
         )
-        return queries, keys, F.pad(latent, (0, self.sizes.rotated)).unsqueeze(1)
+        return queries, keys, keys
 
     def project_queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         of_queries = self.inputs.part(0, self.widths[0]).multiply(x, None)
         return self._rotated(self._absorbed(of_queries), positions)
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
-        """`[T, query_heads, head_dim]`, of which the last channels are empty -> `[T, hidden_size]`."""
-        latents = attended[..., : self.sizes.rank].transpose(0, 1)
+        """`[T, query_heads, head_dim]`, of which the rotated channels are left out -> `[T, hidden_size]`."""
+        halves = attended.unflatten(-1, (2, -1))
+        latents = halves[..., self.sizes.rotated // 2 :].flatten(-2).transpose(0, 1)
         return self.o.forward(torch.bmm(latents, self._to_values).transpose(0, 1).flatten(1))
 
     @cached_property

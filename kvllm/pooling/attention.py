@@ -30,7 +30,13 @@ class CausalPasses:
         self._device = device
         self._name = backend
         self._shape = CacheShape(
-            config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype, places=(0,) * config.num_layers
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            block_size,
+            dtype,
+            places=(0,) * config.num_layers,
+            shared=config.latent is not None,
         )
         self._grow(1)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvllm.config import EngineConfig, require
 from kvllm.errors import ConfigError
-from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
+from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_one_format
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.kvcache.tiers.chunks import CHUNK, ERROR_BYTES, POSITION_BYTES
 from kvllm.models.config import DTYPE_NAMES, ModelConfig
@@ -106,6 +106,8 @@ class CostModel:
         kv_cache_dtype: str = "auto",
     ) -> None:
         _check(hardware, model, dtype, tensor_parallel_size)
+        if model.latent:
+            require_one_format("kv_cache_dtype", kv_cache_dtype)
         self.kv_format = kv_format_of(kv_cache_dtype, dtype, model.head_dim)
         self.hardware = hardware
         self.model = model
@@ -152,6 +154,8 @@ class CostModel:
 
     def pair_bytes(self, kv_dtype: str) -> int:
         """The same as `kv_dtype` has it; "auto" is the pool's own."""
+        if self.model.latent:  # values are the keys
+            return self.key_bytes(kv_dtype)
         head_dim, kv_format = self.model.head_dim, KV_FORMATS.get(kv_dtype, self.kv_format)
         return self.kv_heads * (kv_format.pair_bytes(head_dim) if kv_format else 2 * head_dim * self.itemsize)
 
@@ -247,7 +251,7 @@ class CostModel:
         """Score and select in so many layers (Kara paper, eq. 4): `products` of a query and a key for each query head,
         from `keys` cached keys. at_once: all these layers are selected from together."""
         flops = 2 * self.query_heads * self.model.head_dim * products
-        traffic = keys * self.kv_pair_bytes / 2
+        traffic = keys * (self.kv_pair_bytes if self.model.latent else self.kv_pair_bytes / 2)
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
         selections = 1 if at_once else layers
         return layers * (scoring + self.hardware.score_seconds) + selections * self.hardware.select_seconds

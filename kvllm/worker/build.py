@@ -20,7 +20,7 @@ from kvllm.config import EngineConfig, bounding
 from kvllm.errors import ConfigError
 from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
+from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim, require_one_format
 from kvllm.kvcache.groups import layer_parts
 from kvllm.kvcache.recurrent import StateShape
 from kvllm.kvcache.tiers.disk import DiskStore
@@ -119,10 +119,14 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
     num_kv_heads = max(1, model.num_kv_heads // num_ranks)
     compression = engine.active_compression
     scored = compression is not None and compression.observes_scores
-    kv_format = kv_format_of(engine.kv_cache_dtype, dtype, model.head_dim)
-    require_head_dim("kv_offload_dtype", engine.kv_offload_dtype, model.head_dim)
+    dtypes = {"kv_cache_dtype": engine.kv_cache_dtype, "kv_offload_dtype": engine.kv_offload_dtype}
     if compression is not None:
-        require_head_dim("recall_dtype", compression.recall_dtype, model.head_dim)
+        dtypes["recall_dtype"] = compression.recall_dtype
+    for option, asked in dtypes.items():
+        if model.latent:
+            require_one_format(option, asked)
+        require_head_dim(option, asked, model.head_dim)
+    kv_format = kv_format_of(engine.kv_cache_dtype, dtype, model.head_dim)
     parts = layer_parts(engine.kv_groups)
     place_of = {layer: place for part in parts for place, layer in enumerate(part)}
     return CacheShape(
@@ -135,6 +139,7 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
         kv_format,
         places=tuple(place_of[layer] for layer in range(model.num_layers)) if len(parts) > 1 else (),
         recurrent=state_shape(model, DTYPES[dtype], num_ranks),
+        shared=model.latent is not None,
     )
 
 
@@ -316,13 +321,14 @@ def fingerprint(settings: RunnerSettings) -> str:
     """A name for all that the bytes of a cached block depend on, beside its tokens: the checkpoint and how it is
     computed. Files of weights are told apart by their names, sizes and times."""
     engine, path = settings.engine, Path(settings.path)
+    shape = rank_cache_shape(settings.model, settings.dtype, engine, 1)
     files = open_checkpoint(path).weight_files() if settings.load_format != "dummy" else []
     parts = [
         settings.model,
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         [settings.dtype, settings.quantization, settings.load_format, engine.seed if not files else None],
         [engine.kv_content, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
-        [engine.kv_groups, rank_cache_shape(settings.model, settings.dtype, engine, 1).scored],
+        [engine.kv_groups, shape.scored, shape.shared],
     ]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

@@ -17,8 +17,12 @@ from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
+from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import PagedKVCache
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
+from kvllm.simulation.cost import CostModel
+from kvllm.simulation.hardware import load_hardware
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.families import FAMILIES
@@ -188,6 +192,20 @@ def test_blocks_have_the_bytes_of_the_engine(compression):
     plan = plan_memory(args.model_config, args.engine_config, "float32")
     assert plan.rank_block_bytes == cache_shape(args).bytes_per_block
     assert plan.pair_bytes * 16 * args.model_config.num_layers == plan.rank_block_bytes
+
+
+def test_latents_are_counted_once(tmp_path):
+    make_checkpoint(tmp_path, **FAMILIES["glm4-moe-lite"])
+    args = EngineArgs(tmp_path, dtype="float32", block_size=16)
+    model, shape = args.model_config, cache_shape(args)
+    plan = plan_memory(model, args.engine_config, "float32")
+    assert plan.rank_block_bytes == shape.bytes_per_block == model.num_layers * 16 * 4 * (24 + 8)
+    assert CostModel(load_hardware("h100"), model, "float32").kv_pair_bytes == shape.pair_bytes == 4 * (24 + 8)
+    assert PagedKVCache(shape, 3).data.nbytes == 3 * shape.bytes_per_block
+    for option in ("kv_cache_dtype", "kv_offload_dtype"):
+        options: dict[str, Any] = {"kv_offloading_size": 1, option: "int6_int4"}
+        with pytest.raises(ConfigError, match=f"{option}='int6_int4' stores .* give 'auto' or one of 'fp8_e4m3'"):
+            cache_shape(EngineArgs(tmp_path, **options))
 
 
 def test_groups_have_the_blocks_of_the_engine(tmp_path):

@@ -35,7 +35,8 @@ class PagedModel:
         backend: Callable[..., AttentionBackend] = ReferenceBackend,
     ) -> None:
         self.model = model
-        shape = CacheShape(config.num_layers, model.num_kv_heads, config.head_dim, 4, dtype)
+        shared = config.latent is not None
+        shape = CacheShape(config.num_layers, model.num_kv_heads, config.head_dim, 4, dtype, shared=shared)
         self.cache = PagedKVCache(shape, num_blocks=48)
         self.cache.data.fill_(float("nan"))
         self.backend = backend(self.cache, model.num_query_heads, config.scale, config.layers)

@@ -15,6 +15,8 @@ SHAPES = {
     "bfloat16": CacheShape(3, 2, 24, 5, torch.bfloat16),
     "float32 with scores": CacheShape(3, 2, 24, 16, torch.float32, scored=True),
     "int8": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8"]),
+    "values are keys, with scores": CacheShape(3, 1, 24, 5, torch.bfloat16, scored=True, shared=True),
+    "values are keys, int8": CacheShape(3, 1, 24, 5, torch.float32, kv_format=KV_FORMATS["int8"], shared=True),
     "int4_hadamard": CacheShape(3, 2, 32, 5, torch.float32, kv_format=KV_FORMATS["int4_hadamard"]),
     "int6_int4": CacheShape(3, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4"]),
     "int6_int4_hadamard": CacheShape(2, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4_hadamard"]),
@@ -70,6 +72,21 @@ def test_a_host_block_may_be_stored_over_while_a_load_reads_it() -> None:
     assert sorted(store.ended(wait=True).loaded) == list(range(20))
     for i in range(20):
         assert_equal(block_bytes(cache, 20 + i), before[i])
+
+
+def test_values_that_are_keys_are_quantized_once() -> None:
+    shape = CacheShape(2, 1, 16, 4, torch.bfloat16, scored=True, shared=True)
+    cache, store = PagedKVCache(shape, 3), HostStore(shape, 2, CPU, KV_FORMATS["int8"])
+    cache.data.normal_()
+    assert cache.scores is not None
+    cache.scores.normal_()
+    assert store.layout.record_bytes == 2 * 4 * (KV_FORMATS["int8"].pair_bytes(16) // 2 + 4)
+    expected = CODECS["int8"].dequantize(*CODECS["int8"].quantize(cache.data[:, :, 0])).bfloat16()
+    scores = cache.scores[:, 0].clone()
+    store.store(cache, [0], [1])
+    store.load(0, [1], cache, [2])
+    assert store.ended(wait=True).loaded == [0]
+    assert torch.equal(cache.data[:, :, 2], expected) and torch.equal(cache.scores[:, 2], scores)
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -51,6 +52,29 @@ def test_store(make: MakeOperations, dtype: torch.dtype) -> None:
             expected[1, 1, slot // 4, :, slot % 4] = values[row]
     make(cache).store(1, keys, values, slots)
     assert torch.equal(cache.data, expected)
+
+
+@OPERATIONS
+@pytest.mark.parametrize("name", [None, "int8"])
+def test_values_that_are_keys(make: MakeOperations, name: str | None) -> None:
+    """They are stored once, and moved as the keys of a cache with both."""
+    shape = CacheShape(2, 3, 32, 4, torch.float32, kv_format=KV_FORMATS[name] if name else None)
+    caches = [PagedKVCache(replace(shape, shared=shared), 9) for shared in (False, True)]
+    vectors, slots = randn(36, 3, 32), torch.arange(36)
+    kept = torch.tensor([1, 2, 6]).expand(2, 1, 3, 3).contiguous()
+    for cache in caches:
+        operations = make(cache)
+        for layer in range(2):
+            operations.store(layer, vectors + layer, vectors + layer, slots)
+        operations.copy_blocks(torch.tensor([2]), torch.tensor([8]))
+        operations.compact(kept, torch.tensor([[0, 1]]), torch.tensor([[0]]))
+    both, one = caches
+    assert 2 * one.data.nbytes == both.data.nbytes
+    for layer in range(2):
+        found = [each.view(torch.uint8) for each in (one.keys(layer), one.values(layer), both.values(layer))]
+        assert found[0].data_ptr() == found[1].data_ptr() and torch.equal(found[0], found[2])
+    tables = torch.tensor([[8, 0]], dtype=torch.int32)
+    assert torch.equal(make(one).gather_values([0, 1], tables, 7), make(both).gather_values([0, 1], tables, 7))
 
 
 @OPERATIONS

@@ -31,12 +31,13 @@ class RecordLayout:
     def __init__(self, shape: CacheShape, kv_format: KVFormat | None = None) -> None:
         assert kv_format is None or shape.kv_format is None, "it is quantized already"
         self.shape = shape
-        self.codecs = [codec(kv_format.keys), codec(kv_format.values)] if kv_format else []
+        formats = [kv_format.keys, kv_format.values][: 1 if shape.shared else 2] if kv_format else []
+        self.codecs = [codec(each) for each in formats]
         slots = (shape.num_kv_heads, shape.block_size)
         self._sizes: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self._words: list[torch.dtype] = []  # of each tensor of a cache
         if kv_format:
-            for each in (kv_format.keys, kv_format.values):
+            for each in formats:
                 self._sizes.append((torch.uint8, (shape.num_places, *slots, each.code_bytes(shape.head_dim))))
                 self._sizes.append((torch.int32, (shape.num_places, *slots, 1)))
         else:
@@ -62,7 +63,7 @@ class RecordLayout:
     def pack(self, cache: PagedKVCache, blocks: torch.Tensor, records: Records) -> None:
         """Write blocks, int64 `[count]`, to records on the cache's device."""
         if self.codecs:
-            for plane, codec, room in zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=True):
+            for plane, codec, room in zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=False):
                 quantized = codec.quantize(plane.parts[0].movedim(1, 0)[blocks])
                 for part, made in zip(room, quantized, strict=True):
                     part.copy_(made)
@@ -75,7 +76,7 @@ class RecordLayout:
     def unpack(self, records: Records, cache: PagedKVCache, blocks: torch.Tensor) -> None:
         """Write records, on the cache's device, to blocks, int64 `[count]`."""
         if self.codecs:
-            quantized = zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=True)
+            quantized = zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=False)
             for plane, codec, (codes, scales) in quantized:
                 vectors = plane.parts[0].movedim(1, 0)
                 vectors[blocks] = codec.dequantize(codes, scales).to(vectors.dtype)
