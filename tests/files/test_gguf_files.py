@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import struct
@@ -148,6 +149,18 @@ def test_what_is_wrong_is_said(tmp_path: Path, small: bytes, change: Callable[[b
     with pytest.raises(CheckpointError, match=message) as refused:
         load_model_config(file)
     assert str(refused.value).startswith(str(file))
+
+
+def test_a_header_is_read_again_after_a_write(tmp_path: Path, small: bytes) -> None:
+    """Of as many bytes, at the same moment just now, or at another one long ago."""
+    path, key = tmp_path / "model.gguf", b"general.architecture"
+    contents = [small, small.replace(key, key[:-1] + b"x")]
+    now = time.time_ns()
+    for moment in (now, now, now, 1, 2, 3):
+        path.write_bytes(contents[0])
+        os.utime(path, ns=(moment, moment))
+        assert (key.decode() in GGUFCheckpoint(path).header.metadata) == (contents[0] == small)
+        contents.reverse()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,8 @@ MOST_ITEMS = 1 << 23
 """Of an array, such as the merges of a vocabulary."""
 MOST_DIMENSIONS = 4
 MOST_NUMBERS = 1 << 42
+SETTLED = 2 * 10**9
+"""Nanoseconds after a write from which on a file is known by its size and time."""
 STRING, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """The types of numbers, as `struct` writes them."""
@@ -84,7 +87,9 @@ def read_header(file: Path, size: int | None = None) -> Header:
     """
     try:
         stat = file.stat()
-        return _read(file, size or stat.st_size, stat.st_mtime_ns)
+        # Two writes of the last moments may have one time: a file that is so new is read again.
+        read = _read if time.time_ns() - stat.st_mtime_ns > SETTLED else _read.__wrapped__
+        return read(file, size or stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     except (_BrokenError, struct.error, UnicodeDecodeError) as error:
