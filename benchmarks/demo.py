@@ -104,7 +104,6 @@ VERDICTS = {(True, True): "right, every line exact", (True, False): "right", (Fa
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
 
-SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
 CALIBRATED = CompressionConfig(
     method="expected_attention_calibrated", policy=KARA.policy, buffer=KARA.buffer, layer_groups="auto"
 )
@@ -112,7 +111,6 @@ QUARTER = msgspec.structs.replace(CALIBRATED, policy=msgspec.structs.replace(KAR
 VARIANTS = (
     Variant("full cache"),
     Variant("Kara, keeps 1/2", KARA),
-    Variant("kara_sharp, keeps 1/2", SHARP),
     Variant("calibrated, keeps 1/2", CALIBRATED),
     Variant("calibrated, keeps 1/4", QUARTER),
     Variant("int4, calibrated, keeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),

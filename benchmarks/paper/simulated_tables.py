@@ -26,19 +26,14 @@ from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.workload import SyntheticWorkload, draw
 
-
-def sharp(**options: Any) -> CompressionConfig:
-    return CompressionConfig(method="kara_sharp", **WINDOWS | options)
-
-
 VARIANTS = {
     "full cache": None,
     "SnapKV, 1280 to 1025": snapkv(256),
     "Kara, 257 of 768": CompressionConfig(method="kara", **WINDOWS, retain_tokens=257),
     "Kara, 1 block of 3": CompressionConfig(method="kara", **WINDOWS),
     "Kara, 1 of 3, pressure": CompressionConfig(method="kara", **WINDOWS | {"policy": "pressure"}),
-    "kara_sharp, 1 of 3": sharp(),
-    "kara_sharp, 1 of 3, pressure": sharp(policy="pressure"),
+    "mean_attention, 1 of 3": CompressionConfig(method="mean_attention", **WINDOWS),
+    "mean_attention, 1 of 3, pressure": CompressionConfig(method="mean_attention", **WINDOWS | {"policy": "pressure"}),
 }
 MAX_OUTPUT, PROMPT = 8192, 128
 
@@ -48,7 +43,7 @@ def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, compression: C
         num_requests=args.requests, input_len=PROMPT, output_len=MAX_OUTPUT // 2, range_ratio=0.999
     )
     lengths = draw(workload)
-    scored = compression is not None and compression.observes_scores
+    scored = compression is not None and compression.spec.reselects
     config = EngineConfig(
         num_blocks=cost.pool_blocks(256, args.gpu_memory_utilization, scored=scored),
         max_model_len=2 * PROMPT + MAX_OUTPUT,

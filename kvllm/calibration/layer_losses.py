@@ -1,7 +1,8 @@
 """What a model loses when a single layer compresses: the losses of `kvllm.layer_shares`.
 
 A text is read once as it is, and once more for each layer and share. There the layer has, after each window, only the
-KV pairs that `kara_sharp` keeps of it, and all other layers have everything. The loss is how far the predictions go.
+KV pairs that the queries of its buffer attend most, and all other layers have everything. The loss is how far the
+predictions go.
 
 What is as in the first reading is not computed again: the layers up to the changed one, and all tokens up to the end of
 the first window. Predictions are compared at MOST_ROWS tokens of a text, because a large vocabulary takes as long as
@@ -19,7 +20,7 @@ from torch.nn.functional import kl_div
 
 from kvllm.calibration.dense import DenseModel
 from kvllm.comparison.texts import Text
-from kvllm.compression.methods import kara_sharp
+from kvllm.compression.methods import kara, token2chunk
 
 SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 """Of the KV pairs of a window in front of its buffer."""
@@ -60,25 +61,26 @@ class Reading:
 
     def _loss(self, layer: int, scores: Sequence[Tensor], share: float) -> float:
         visible = self.model.visible(layer, self.begin, len(self.runs[layer].keys)).clone()
-        for start, both in zip(self.starts, scores, strict=True):
+        for start, of_window in zip(self.starts, scores, strict=True):
             end = start + self.windows.size
-            visible[:, end - self.begin :, start:end] &= self._kept(both, share)[:, None]
+            visible[:, end - self.begin :, start:end] &= self._kept(of_window, share)[:, None]
         hidden = self.model.read_again(self.runs, self.begin, layer, visible)
         compressed = self.model.log_probabilities(hidden[self.rows])
         return kl_div(compressed, self.whole, reduction="sum", log_target=True).item()
 
     def _scores(self, layer: int, start: int) -> Tensor:
-        """What `kara_sharp` chooses by, of one window."""
-        window, run = slice(start, start + self.windows.size), self.runs[layer]
-        queries, keys = (each[window].transpose(0, 1)[None].contiguous() for each in (run.queries, run.keys))
-        offsets = torch.arange(self.windows.size, device=keys.device)
-        return kara_sharp.both_scores(queries, keys, self.windows.buffer, offsets, self.model.softmax(layer))
+        """What the KV pairs of a window are chosen by: float32 `[1, Hkv, size - buffer]`."""
+        size, buffer = self.windows
+        run, end = self.runs[layer], start + size
+        pairs = (run.queries, end - buffer), (run.keys, start)
+        queries, keys = (each[begin:end].transpose(0, 1)[None].contiguous() for each, begin in pairs)
+        return kara.scores(queries, keys, buffer, self.model.softmax(layer))
 
-    def _kept(self, both: Tensor, share: float) -> Tensor:
+    def _kept(self, scores: Tensor, share: float) -> Tensor:
         """Which KV pairs of a window a layer keeps: bool `[Hkv, size]`."""
         size, buffer = self.windows
         retain = buffer + round(share * (size - buffer))
-        chosen = kara_sharp.choose(both, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3)[0]
+        chosen = token2chunk.choose(scores, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3)[0]
         return torch.zeros(len(chosen), size, dtype=torch.bool, device=chosen.device).scatter_(1, chosen, True)
 
 

@@ -28,6 +28,9 @@ WINDOW, BUFFER = 384, 128
 CHUNKS = 8
 """KV pairs that complete chunks, as in the paper's runs of a length that fits windows like these."""
 
+BY_WINDOWS = ":windows"
+"""Ends the name of a method that shall compress windows, although it could choose from a whole cache."""
+
 Length = tuple[int, int]
 """KV pairs of a text's prompt, and all that are computed of the text."""
 
@@ -80,8 +83,9 @@ def fit(method: str, share: float, lengths: Iterable[Length], *, compress_prompt
             f"texts too short: {share:.1%} of the KV pairs of most of them leave {max(0, room)} beside the prompt, and "
             f"{2 * BLOCK_SIZE} are needed"
         )
-    if SPECS[method].refusal("cache"):
-        return _by_windows(method, share, counts, room, compress_prompt)
+    name = method.removesuffix(BY_WINDOWS)
+    if name != method or SPECS[name].refusal("cache"):
+        return _by_windows(name, share, counts, room, compress_prompt)
     return _by_threshold(method, share, counts, room, compress_prompt)
 
 

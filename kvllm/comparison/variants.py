@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvllm.comparison.equal_memory import BLOCK_SIZE, Fit, Length, fit
+from kvllm.comparison.equal_memory import BLOCK_SIZE, BY_WINDOWS, Fit, Length, fit
 from kvllm.comparison.kv_caches import kv_cache_options
 from kvllm.compression.specs import AUTO, FROM_ALL, SPECS, known_methods
 from kvllm.config import require
@@ -61,9 +61,9 @@ def make_variants(
     ]
     dropping = []
     for name, share, dtype in product(names, memory, dtypes):
-        spec = SPECS[name]
+        spec = SPECS[name.removesuffix(BY_WINDOWS)]
         room = share * full - recent[dtype] - (sums if spec.reads_mass else 0)
-        kept = room / pair_bytes(setting, dtype, scored=spec.observable is not None)
+        kept = room / pair_bytes(setting, dtype, scored=spec.reselects)
         dropping.append(Variant(method=name, memory=share, share=kept, kv_cache_dtype=dtype))
     return alone + [variant for variant in dropping if 0 < variant.share <= 1]
 
@@ -80,10 +80,11 @@ def pair_bytes(setting: Setting, kv_cache: str, *, scored: bool = False) -> floa
 
 def resolved(method: str) -> str:
     """The name of a method, also of what "auto" stands for. Raises ConfigError for one that there is not."""
-    known = (AUTO, *known_methods(method))
-    near = did_you_mean(method, known)
-    require(method in known, "--methods", method, f"choose of {', '.join(known)}{near}")
-    return FROM_ALL if method == AUTO else method
+    name = method.removesuffix(BY_WINDOWS)
+    known = (AUTO, *known_methods(name))
+    near = did_you_mean(name, known)
+    require(name in known, "--methods", method, f"choose of {', '.join(known)}{near}")
+    return (FROM_ALL if name == AUTO else name) + method[len(name) :]
 
 
 class Setting(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Keys and values of a window are cached, so its queries come from an extra pass that reads the cache and writes none of
 it (Kara paper, appendix C.2). The query tokens do not depend on each other within the pass, because K and V are there
-already: any subset can be recomputed exactly. Where scores are observed, there are none.
+already: any subset can be recomputed exactly.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ PAIRS_PER_DECODE = 64
 """KV pairs that are scored and chosen from in at most the time of one sequence's decode."""
 
 
-def query_tokens(config: CompressionConfig, size: int, *, learns: bool = False) -> int:
-    """How many tokens at the end of a window of `size` KV pairs have their queries recomputed, or are repeated.
-
-    learns: of a compression that a method which learns does learn from.
-    """
-    if config.spec.learns and not learns:
-        return 0
+def query_tokens(config: CompressionConfig, size: int) -> int:
+    """How many tokens at the end of a window of `size` KV pairs have their queries recomputed, or are repeated."""
     if config.spec.repeats:
         return size
-    match "none" if config.observes_scores else config.spec.queries:
+    match config.spec.queries:
         case "window":
             return size
         case "buffer":
@@ -38,10 +33,10 @@ def query_tokens(config: CompressionConfig, size: int, *, learns: bool = False) 
             return 0
 
 
-def window_tokens(config: CompressionConfig, size: int, *, learns: bool = False) -> int:
+def window_tokens(config: CompressionConfig, size: int) -> int:
     """Tokens of a step's budget that compressing a window of `size` KV pairs takes: the query tokens, or the KV pairs
-    that are scored, if these weigh more. learns: as for `query_tokens`."""
-    return max(query_tokens(config, size, learns=learns), -(-size // PAIRS_PER_TOKEN))
+    that are scored, if these weigh more."""
+    return max(query_tokens(config, size), -(-size // PAIRS_PER_TOKEN))
 
 
 def windows_beside(config: CompressionConfig, size: int, decodes: int) -> int:

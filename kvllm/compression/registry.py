@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from kvllm.compression.gates import Gates
-from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import Softmax
 from kvllm.compression.paged_keys import Keys
 from kvllm.compression.specs import SPECS, Function, MethodSpec
@@ -41,12 +40,10 @@ class MethodInputs(TypedDict, total=False):
     capacity: with `ragged`, the most KV pairs that one head or layer may keep.
     evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
     mass: with `reads_mass`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
-    fits: with `learns`, one for each layer, which the function adds to when it gets queries.
     received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of
         the region was repeated.
     ages: with `reselects`, float32 `[S, C]`, how many queries `observed` stands for, for each KV pair.
-    observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there
-        are no queries.
+    observed: with `reselects`, float32 `[S, Hkv, C - buffer]`, the scores that were added up while decoding.
     """
 
     query_offsets: Tensor
@@ -64,7 +61,6 @@ class MethodInputs(TypedDict, total=False):
     capacity: int
     evicted_mask: Tensor
     mass: Tensor
-    fits: Sequence[LinearFit]
     received: Tensor
     ages: Tensor
     observed: Tensor

@@ -17,7 +17,6 @@ from kvllm.errors import ConfigError
 Function = Callable[..., Any] | str
 """A function, or where it is, as `module:name` in `kvllm.compression.methods`: a spec imports no torch."""
 Queries = Literal["window", "buffer", "recent", "none"]
-Observable = Literal["probabilities", "squares"]
 KeysRead = Literal["copied", "paged", "shape"]
 Compresses = Literal["windows", "overlapping windows", "cache"]
 """What a policy lets a method choose from: windows one after the other, windows that share their buffers, or all that a
@@ -60,15 +59,10 @@ class MethodSpec:
         (the last `query_window`), "none".
     options: set by users; keyword arguments of its function.
     ragged: layers or heads keep different numbers of KV pairs. That goes with policy "threshold" alone.
-    observable: what its score of a KV pair adds up, over the query tokens of the window from the pair's own on: their
-        attention probabilities, or the squares of these. Such a score can be observed while sequences decode, instead
-        of being computed from all queries afterwards. None: its scores cannot.
-    reselects: a window is chosen from together with what earlier compressions of the sequence's output left. Its scores
-        are always observed.
+    reselects: a window is chosen from together with what earlier compressions of the sequence's output left. It needs
+        squares of attention probabilities, which are added up while sequences decode, from a pair's own query on.
     reads_mass: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
-    learns: its function keeps what it learns (`fits`), and has queries for an engine's first windows and a few of the
-        later ones alone.
     repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated after them. That
         takes a pass of the model over the text.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
@@ -89,11 +83,9 @@ class MethodSpec:
     summary: str
     queries: Queries = "none"
     options: tuple[Option[Any], ...] = ()
-    observable: Observable | None = None
     ragged: bool = False
     reselects: bool = False
     reads_mass: bool = False
-    learns: bool = False
     repeats: bool = False
     whole_layer: bool = False
     unrotates: bool = False
@@ -151,7 +143,7 @@ class MethodSpec:
 
 AUTO = "auto"
 """A name for `FROM_ALL`, or for `BY_WINDOW` where other options do not let a method choose again from what it kept."""
-FROM_ALL, BY_WINDOW = "mean_attention", "kara_sharp"
+FROM_ALL, BY_WINDOW = "mean_attention", "snapkv"
 STATISTICS_FILE = "kv_statistics.safetensors"
 
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
@@ -203,39 +195,11 @@ _OWN = (
         keys="paged",
     ),
     MethodSpec(
-        "kara_causal",
-        "Kara by a pair's own query and later ones",
-        "window",
-        TOKEN2CHUNK,
-        "probabilities",
-        function="kara:select_causal",
-        scores="kara:causal_scores",
-        keys="paged",
-    ),
-    MethodSpec(
-        "kara_sharp",
-        "what later queries look up, and distinct keys (ours)",
-        "window",
-        TOKEN2CHUNK,
-        "squares",
-        scores="kara_sharp:both_scores",
-        choose="kara_sharp:choose",
-        keys="paged",
-    ),
-    MethodSpec(
         "mean_attention",
         "the largest mean square of what its value adds to a query (ours)",
         options=(RECENT,),
-        observable="squares",
         reselects=True,
         keys="shape",
-    ),
-    MethodSpec(
-        "linear_scorer",
-        "what kara_sharp would keep, by a linear map that learns from its scores (ours)",
-        "window",
-        TOKEN2CHUNK,
-        learns=True,
     ),
     MethodSpec(
         "kara_no_bi",

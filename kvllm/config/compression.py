@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvllm.core.regions import Regions
 
 DEFAULT_POLICY = "pressure"
-SCORE_SOURCES = ("observed", "recomputed")
 RECALL_DTYPES = ("auto", *KV_FORMATS)
 
 
@@ -41,15 +40,12 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is "mean_attention", or
-            "kara_sharp" beside options that do not go with that: `compress_prompt`, recall and recomputed scores.
+            "snapkv" beside options that do not go with that: `compress_prompt` and recall.
         method_options: options of the method, by name, as its spec lists them, where they are not the default.
         policy: which sequences compress and when, one of the classes of `kvllm.core.policies`, or its name: `Pressure`
             (only while blocks are short), `Periodic` (every `period` decode steps), `Standalone` (each sequence
             whenever its tail fills a window) or `Threshold` (a sequence's whole cache, once it is too long).
         buffer: the last KV pairs of a window or of a cache, always kept.
-        score_source: "observed" adds scores up while sequences decode, so that an event needs no pass of the model;
-            "recomputed" computes the window's queries again. None: observed, where the method only looks back
-            (`MethodSpec.observable`) and prompts stay whole.
         layer_groups: what groups of layers keep of each window, where it shall differ, instead of `retain_blocks`:
             `[{"layers": [0, 1, 2], "retain_blocks": 1}, {"layers": [3], "retain_blocks": 2}]`. Each layer that attends
             all tokens is in one of them. A layer that keeps less gives its blocks back to the pool. "auto" shares out
@@ -71,7 +67,6 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
     method_options: dict[str, int | float] = msgspec.field(default_factory=dict)
     policy: Any = DEFAULT_POLICY
     buffer: int = 8
-    score_source: str | None = None
     layer_groups: tuple[LayerGroup, ...] | Literal["auto", "pyramid"] = ()
     recall_period: int | None = None
     recall_bound: float | None = None
@@ -123,7 +118,9 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
         if self.spec.queries == "buffer":
             needed = f"at least 1: method={self.method!r} scores with its queries"
             require(self.buffer >= 1, "buffer", self.buffer, needed)
-        self._check_score_source()
+        if self.spec.reselects:
+            observed = f"only without it: method={self.method!r} adds its scores up while sequences decode"
+            require(not self.compress_prompt, "compress_prompt", True, observed)
         if self.layer_groups:
             self._check_layer_groups()
         self._check_recall()
@@ -151,19 +148,6 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
             return f"CompressionConfig has no option {name!r}{near}"
         lists = "; ".join(f"{owner} has {', '.join(group)}" for owner, group in names.items())
         return f"{name}={value!r} is not allowed: {lists}"
-
-    def _check_score_source(self) -> None:
-        source = self.score_source
-        require(source in (None, *SCORE_SOURCES), "score_source", source, f"choose one of {', '.join(SCORE_SOURCES)}")
-        if self.spec.reselects:
-            observed = f"only without it: method={self.method!r} adds its scores up while sequences decode"
-            require(source != "recomputed", "score_source", source, observed)
-            require(not self.compress_prompt, "compress_prompt", True, observed)
-        if source == "observed":
-            able = ", ".join(name for name, spec in SPECS.items() if spec.observable)
-            require(self.spec.observable is not None, "score_source", source, f"only with method one of {able}")
-            allowed = "only without compress_prompt: a cached prefix is shared, and its queries do not pass by"
-            require(not self.compress_prompt, "score_source", source, allowed)
 
     def _check_layer_groups(self) -> None:
         seen = set[int]()
@@ -234,18 +218,11 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
         if self.method != AUTO:
             return self.method
         again = self.policy.compresses == "windows" and not (self.compress_prompt or self.recalls)
-        return FROM_ALL if again and self.score_source != "recomputed" else BY_WINDOW
+        return FROM_ALL if again else BY_WINDOW
 
     def with_method(self) -> CompressionConfig:
         """The same with a method instead of "auto"."""
         return msgspec.structs.replace(self, method=self._chosen)
-
-    @property
-    def observes_scores(self) -> bool:
-        """Whether scores are added up while sequences decode, so that no query is computed again."""
-        if self.score_source is not None or self.spec.reselects:
-            return self.score_source != "recomputed"
-        return self.spec.observable is not None and not self.compress_prompt
 
     @property
     def recalls(self) -> bool:

@@ -190,24 +190,19 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             self._check_recall(compression)
         spec = compression.spec
         if self.shares_kv_pairs:
-            able = [name for name, each in SPECS.items() if each.reads_cache_alone and not each.observable]
+            able = [name for name, each in SPECS.items() if each.reads_cache_alone and not each.reselects]
             allowed = "layers of the model attend KV pairs of others, whose queries no method reads: use one of "
             require(compression.method in able, "method", compression.method, allowed + ", ".join(able))
         if all(group.window is None for group in self.kv_groups) and not self.has_recurrent_layers:
             return
         allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
         require(has_full(self.kv_groups), "compression", compression.method, allowed)
-        needs_nothing = spec.reads_cache_alone or compression.observes_scores
         able = ", ".join(name for name, each in SPECS.items() if each.reads_cache_alone)
-        observable = ", ".join(name for name, each in SPECS.items() if each.observable)
         reason = "a sliding window, whose KV pairs are released"
         if self.has_recurrent_layers:
             reason = "a recurrent state, which earlier tokens have no more"
-        allowed = (
-            f"the model has layers with {reason}, so no query can be computed again: use one of {able}, or "
-            f"{observable} with observed scores"
-        )
-        require(needs_nothing, "method", compression.method, allowed)
+        allowed = f"the model has layers with {reason}, so no query can be computed again: use one of {able}"
+        require(spec.reads_cache_alone, "method", compression.method, allowed)
 
     @property
     def kv_content(self) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvllm.compression.queries import window_tokens
-from kvllm.compression.specs import MethodSpec
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.capacity import peak_blocks
@@ -20,35 +19,6 @@ from kvllm.core.sequence import Sequence
 from kvllm.core.step import Step
 from kvllm.core.tables import BlockTable
 
-FIRST_WINDOWS = 8
-"""An engine's first windows, all of which are learned from: about enough for a map."""
-EVERY = 32
-"""One window in so many is learned from after these, so that the map follows the texts."""
-
-
-class LearningTurns:
-    """Counts windows, and names the compressions that compute their queries again to learn from them.
-
-    learns_now: whether the next compression should. That depends on counts alone, so a plan never waits for the
-        workers.
-    """
-
-    def __init__(self, spec: MethodSpec) -> None:
-        self._learns = spec.learns
-        self._seen = 0
-        self._next = 0  # the window from which on the next compression is learned from
-
-    @property
-    def learns_now(self) -> bool:
-        return self._learns and self._seen >= self._next
-
-    def count(self, num_windows: int, learns: bool) -> None:
-        """A compression of so many windows is planned. learns: whether it is learned from."""
-        if learns:
-            begun = self._seen + num_windows < FIRST_WINDOWS
-            self._next = self._seen + (num_windows if begun else EVERY)
-        self._seen += num_windows
-
 
 class CompressionPlanner:
     """Puts compressions into a step, over the scheduler's blocks: what the policy names, in tables and lengths at once,
@@ -58,15 +28,6 @@ class CompressionPlanner:
         self.policy = policy
         self.config = config
         self.blocks = blocks
-        self.reset()
-
-    def reset(self) -> None:
-        """The workers drop what was learned, so it is learned again."""
-        self._turns = LearningTurns(self.policy.config.spec)
-
-    def _learns(self, step: Step) -> bool:
-        """Whether the next compression of a step is learned from."""
-        return step.may_learn and self._turns.learns_now
 
     # Jobs
 
@@ -76,9 +37,7 @@ class CompressionPlanner:
         running: all running sequences, oldest first. decode_steps: see EngineLoad.
         """
         step.decode_tokens = len(running)
-        step.may_learn = self._turns.learns_now  # the policy reckons with the queries of its first compressions alone
-        available, tokens = self._available(running), step.compression_tokens
-        load = EngineLoad(decode_steps, available, step.missing_blocks, tokens, step.may_learn)
+        load = EngineLoad(decode_steps, self._available(running), step.missing_blocks, step.compression_tokens)
         unscored = self.policy.unscored(running)
         if unscored and self.policy.foresees_compression(running, load):
             self._score(step, unscored)
@@ -136,7 +95,7 @@ class CompressionPlanner:
             self._compress(step, seq, region)
             return
         chosen = self._chosen(seq, region)
-        cost = window_tokens(self.policy.config, region.size, learns=self._learns(step))
+        cost = window_tokens(self.policy.config, region.size)
         affordable = step.compression_tokens // cost
         if not (affordable or step.plan.compressions or step.plan.choices):
             affordable = 1
@@ -199,14 +158,13 @@ class CompressionPlanner:
 
         parts: of each the region, its blocks and their destinations.
         """
-        block_size, learns = self.config.block_size, self._learns(step)
+        block_size = self.config.block_size
         jobs = [
             PartJob(own.start // block_size, own.count, own.size, own.retain, own.stride, num_blocks, destinations)
             for own, num_blocks, destinations in parts
         ]
-        job = CompressionJob(seq.seq_id, jobs, learns, self._chosen(seq, region))
-        self._turns.count(job.num_choices, learns)
-        step.take_for_compression(job.num_choices * window_tokens(self.policy.config, jobs[0].size, learns=learns))
+        job = CompressionJob(seq.seq_id, jobs, self._chosen(seq, region))
+        step.take_for_compression(job.num_choices * window_tokens(self.policy.config, jobs[0].size))
         return job
 
     def _by_part(self, seq: Sequence, region: Region) -> list[Region]:

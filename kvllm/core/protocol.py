@@ -156,13 +156,11 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     """Compress windows of one sequence.
 
     parts: for each part of the KV groups that attends all tokens, which differ in what they keep of the same windows.
-    learns: whether queries are computed again for a method that learns from them.
     chosen: of the windows, the first ones, whose survivors were chosen in steps before.
     """
 
     seq_id: int
     parts: list[PartJob]
-    learns: bool = False
     chosen: int = 0
 
     @property

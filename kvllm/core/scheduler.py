@@ -377,8 +377,6 @@ class Scheduler:
         self.tenants = TenantAdmission(self.batch, self.admission, planner)
         self.preemption = Preemption(self.batch, planner)
         self.step = Step(StepPlan(), 0, 0)
-        if self.planner:
-            self.planner.reset()
         self._reset_workers = True
         self._prefilled: list[Sequence] = []  # in chunks of the plan that was launched last
         self._sampling: list[Sequence] = []  # its sequences that get tokens, in the order of these

@@ -21,7 +21,6 @@ class Step:
     decoding, verifying, prefilling: the sequences of the plan's decodes, verifications and chunks, in its order.
     tokens: of the budget, those that are left. decode_tokens: of these, the part that compression leaves alone, one for
         each sequence that ran when the step began.
-    may_learn: whether a method that learns may learn from the step's next compression.
     shares: of the tenants; None if all unfinished sequences are alike.
     deferred: ids of running sequences that compute nothing, because they wait to be compressed first.
     blocked: whether one of these waits for blocks: others share its region, and the pool has no room for its survivors.
@@ -33,7 +32,6 @@ class Step:
     tokens: int
     missing_blocks: int
     decode_tokens: int = 0
-    may_learn: bool = False
     decoding: list[Sequence] = field(default_factory=list)
     verifying: list[Sequence] = field(default_factory=list)
     prefilling: list[Sequence] = field(default_factory=list)

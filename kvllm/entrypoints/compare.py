@@ -1,7 +1,7 @@
 """Tell what compressing the KV cache costs on a model and texts of your own.
 
     kvllm compare path/to/Qwen3-0.6B
-    kvllm compare path/to/Qwen3-0.6B --text manual.txt main.py --methods h2o kara_sharp --memory 0.25
+    kvllm compare path/to/Qwen3-0.6B --text manual.txt main.py --methods h2o snapkv --memory 0.25
     kvllm compare path/to/Qwen3-0.6B --dataset questions.jsonl --output measured
 
 Engines with different methods and dtypes are given the same texts token by token, as if they had generated them, and
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=2048, metavar="N", help="tokens of a piece (default: 2048)")
     prompt = "first tokens of a piece, which are its prompt and never compressed (default: 64)"
     add("--prompt-tokens", type=int, default=64, metavar="N", help=prompt)
-    add("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"default: {' '.join(METHODS)}")
+    methods = f"NAME, or NAME:windows for windows in place of a budget (default: {' '.join(METHODS)})"
+    add("--methods", nargs="+", default=METHODS, metavar="NAME", help=methods)
     memory = "bytes held at the end of a text, as shares of the full cache (default: 0.5 0.25 0.125)"
     add("--memory", type=float, nargs="+", default=(0.5, 0.25, 0.125), metavar="X", help=memory)
     dtypes = "of the KV cache, or one with a residual, as in int4+32 (default: " + " ".join(DTYPES) + ")"

@@ -195,7 +195,7 @@ def make_config(
     groups = make_kv_groups(windows, compression)
     blocks = args.num_blocks
     if blocks is None:
-        scored = compression is not None and compression.observes_scores
+        scored = compression is not None and compression.spec.reselects
         blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, scored=scored, kv_groups=groups)
     config = EngineConfig(
         num_blocks=blocks,

@@ -53,8 +53,8 @@ def check_one_rotation(config: ModelConfig, windows: Sequence[int | None]) -> No
     if others and config.second_rope != config.rope:
         raise ConfigError(
             f"layers {', '.join(map(str, others))} of the model rotate keys in another way than its other layers, or "
-            "not at all. This compression method reckons with one rotation: use one that does not, such as kara_sharp "
-            "or keydiff"
+            "not at all. This compression method reckons with one rotation: use one that does not, such as "
+            "mean_attention or keydiff"
         )
 
 

@@ -167,7 +167,7 @@ class CostModel:
     def host_block_bytes(self, config: EngineConfig) -> int:
         """Bytes that a block of a device's pool takes in host memory."""
         compression = config.active_compression
-        scores = 4 * self.kv_heads if compression is not None and compression.observes_scores else 0
+        scores = 4 * self.kv_heads if compression is not None and compression.spec.reselects else 0
         layers = block_layers(config.kv_groups, self.model.num_layers)
         return layers * config.block_size * (self.pair_bytes(config.kv_offload_dtype) + scores)
 

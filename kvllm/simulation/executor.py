@@ -224,21 +224,20 @@ class SimulatedExecutor(BlockingExecutor):
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select the survivors of jobs, and move those of jobs with destinations, in each part without a window."""
         for part, layers in enumerate(self.parts):
-            windows: dict[bool, list[Window]] = {True: [], False: []}  # by whether they are learned from
+            windows: list[Window] = []
             moved = 0
             for job, own in ((job, job.parts[part]) for job in jobs):
                 if not own.dropped:
                     continue
                 start = own.first_block * self.config.block_size
                 indices = range(job.chosen, own.num_windows)
-                windows[job.learns] += [(start + i * own.stride, own.size) for i in indices]
+                windows += [(start + i * own.stride, own.size) for i in indices]
                 if own.destinations:
                     dropped = self.dropped[job.seq_id]
                     cached = self.cached[job.seq_id] + dropped[0] - dropped[part]
                     moved += min(cached - start, own.region_blocks * self.config.block_size) - own.dropped
-            for learns, alike in windows.items():
-                for batch in self._passes(alike, compression, learns):
-                    self._select(batch, compression, layers, learns=learns, recomputes=part == 0)
+            for batch in self._passes(windows, compression):
+                self._select(batch, compression, layers, recomputes=part == 0)
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
         if self.recall:
@@ -246,12 +245,12 @@ class SimulatedExecutor(BlockingExecutor):
             held = self.layers * pairs * self.cost.pair_bytes(compression.recall_dtype)
             self.seconds.recall += self.cost.host_seconds(held)
 
-    def _passes(self, windows: list[Window], config: CompressionConfig, learns: bool) -> Iterator[list[Window]]:
+    def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""
         batch: list[Window] = []
         tokens = 0
         for window in windows:
-            of_window = window_tokens(config, window[1], learns=learns)
+            of_window = window_tokens(config, window[1])
             if batch and tokens + of_window > self.config.max_num_batched_tokens:
                 yield batch
                 batch, tokens = [], 0
@@ -260,18 +259,15 @@ class SimulatedExecutor(BlockingExecutor):
         if batch:
             yield batch
 
-    def _select(
-        self, windows: list[Window], config: CompressionConfig, layers: int, *, learns: bool, recomputes: bool
-    ) -> None:
+    def _select(self, windows: list[Window], config: CompressionConfig, layers: int, *, recomputes: bool) -> None:
         """Score the windows' keys in so many layers, in one pass.
 
-        learns: as for `query_tokens`. recomputes: computes the windows' queries again before, which is done for all
-            layers at once.
+        recomputes: computes the windows' queries again before, which is done for all layers at once.
         """
         recomputed = QueryBatch(sequences=len(windows))
         products = keys = 0
         for start, size in windows:
-            tokens = query_tokens(config, size, learns=learns)
+            tokens = query_tokens(config, size)
             recomputed.tokens += tokens
             recomputed.visible += tokens * (start + size) - tokens * (tokens - 1) // 2  # each sees all up to its own
             recomputed.read += start + size

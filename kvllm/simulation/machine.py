@@ -31,7 +31,7 @@ class SimulatedMachine:
         self._launched: StepPlan | None = None  # the step that was planned ahead
         self._running: tuple[StepPlan, StepResult] | None = None
         compression = config.active_compression
-        on_demand = compression is None or (compression.policy.name == "pressure" and not compression.observes_scores)
+        on_demand = compression is None or (compression.policy.name == "pressure" and not compression.spec.reselects)
         uniform = self.scheduler.blocks.is_uniform and not self.executor.windows
         self._may_skip = on_demand and uniform and not config.speculation
         # Blocks count as short when those of so many steps are missing.

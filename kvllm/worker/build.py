@@ -118,7 +118,7 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
     """
     num_kv_heads = max(1, model.num_kv_heads // num_ranks)
     compression = engine.active_compression
-    scored = compression is not None and compression.observes_scores
+    scored = compression is not None and compression.spec.reselects
     dtypes = {"kv_cache_dtype": engine.kv_cache_dtype, "kv_offload_dtype": engine.kv_offload_dtype}
     if compression is not None:
         dtypes["recall_dtype"] = compression.recall_dtype

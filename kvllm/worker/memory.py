@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
     BlockTransfer,
     CompressionJob,
@@ -192,26 +192,21 @@ def _verification(config: EngineConfig) -> Iterator[StepPlan]:
 
 def _scored(config: EngineConfig, seq_ids: range) -> list[ScoringStart]:
     """Sequences whose scores are added up from their first KV pair on, if that is how windows are scored."""
-    observes = config.active_compression is not None and config.active_compression.observes_scores
+    observes = config.active_compression is not None and config.active_compression.spec.reselects
     return [ScoringStart(seq_id, 0) for seq_id in seq_ids if observes]
 
 
 def _events(config: EngineConfig) -> Iterator[StepPlan]:
-    """Compression events of as many windows as go into a step: one of each kind."""
+    """A compression event of as many windows as go into a step, in the sequences' caches of zeros."""
     compression = config.active_compression
-    if compression is not None:
-        for learns in sorted({compression.spec.learns, False}, reverse=True):
-            yield from _event(config, compression, learns)
-
-
-def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -> Iterator[StepPlan]:
-    """An event in the sequences' caches of zeros. learns: whether it is learned from."""
+    if compression is None:
+        return
     regions = compression.regions(config.block_size)
     length = regions.next_end(0, 0)
     region = regions.complete(length, length)
     if region is None or length + 1 > config.max_model_len:
         return  # no sequence gets so long
-    num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size, learns=learns)
+    num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size)
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
         new_seqs=[_start(i, length - 1, length, config, room=length + 1) for i in seq_ids],
@@ -219,7 +214,7 @@ def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -
     )
     parts = list(_parts(region, length + 1, config))
     yield StepPlan(
-        compressions=[CompressionJob(i, parts, learns) for i in seq_ids],
+        compressions=[CompressionJob(i, parts) for i in seq_ids],
         decodes=Decodes([*seq_ids], [0] * len(seq_ids)),
     )
     yield StepPlan(dropped_seq_ids=list(seq_ids))

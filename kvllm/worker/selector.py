@@ -81,11 +81,11 @@ class Selector:
         self.event_bytes = 0
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
         kept: list[Kept] = [[] for _ in self.parts]
-        for (size, learns), group in groupby(windows, key=_kind):
+        for size, group in groupby(windows, key=_kind):
             alike = list(group)
-            recomputed = 0 if self.repeats else query_tokens(self.config, size[0], learns=learns)
+            recomputed = 0 if self.repeats else query_tokens(self.config, size[0])
             offsets = np.arange(size[0] - recomputed, size[0])
-            tokens = window_tokens(self.config, size[0], learns=learns)
+            tokens = window_tokens(self.config, size[0])
             windows_per_pass = max(1, self.max_num_batched_tokens // tokens)
             if self.repeats:
                 windows_per_pass = 1  # they are repeated one by one
@@ -100,9 +100,7 @@ class Selector:
         begin = first.first_block * self.block_size + state.dropped
         for offset in range(job.chosen * first.stride, job.num_windows * first.stride, first.stride):
             yield tuple(
-                Window(
-                    state, own.first_block * self.block_size + offset, own.size, own.retain, begin + offset, job.learns
-                )
+                Window(state, own.first_block * self.block_size + offset, own.size, own.retain, begin + offset)
                 if own.dropped
                 else None
                 for own in job.parts
@@ -323,11 +321,11 @@ class _Pass:
         return PartWindows(part, windows, size, of_windows)
 
 
-def _kind(windows: Windows) -> tuple[tuple[int, ...], bool]:
-    """The KV pairs of a window, and what each part keeps of them (0 for all); and whether they are learned from."""
+def _kind(windows: Windows) -> tuple[int, ...]:
+    """The KV pairs of a window, and what each part keeps of them (0 for all)."""
     first = windows[0]
     assert first is not None
-    return (first.size, *(window.retain if window else 0 for window in windows)), first.learns
+    return (first.size, *(window.retain if window else 0 for window in windows))
 
 
 def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:

@@ -29,7 +29,7 @@ class CompressedPart:
 class Window:
     """One window of a job in one part: `size` KV pairs from index `start` of the cache on, to be cut to `retain`.
 
-    position: of the first of them in the text. learns: whether queries are computed again to learn from them.
+    position: of the first of them in the text.
     """
 
     state: SequenceState
@@ -37,7 +37,6 @@ class Window:
     size: int
     retain: int
     position: int
-    learns: bool
 
     @property
     def seed(self) -> int:

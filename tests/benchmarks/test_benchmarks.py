@@ -59,7 +59,7 @@ def test_variants_carry_settings_of_compression_and_engine():
     assert variant.compression.policy == Pressure(period=32, window_blocks=6, retain_blocks=2, compress_prompt=True)
     assert variant.engine == {"block_size": 16}
     assert parse_variant("vanilla").compression is None
-    recalling = parse_variant("kara_sharp:policy=pressure,recall_bound=0.05,kv_offloading_size=0.5")
+    recalling = parse_variant("kara:policy=pressure,recall_bound=0.05,kv_offloading_size=0.5")
     assert recalling.compression is not None and recalling.compression.recall_bound == 0.05
     assert recalling.engine == {"kv_offloading_size": 0.5}
 

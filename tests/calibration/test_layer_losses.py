@@ -53,7 +53,7 @@ def of_one_layer(layer: int, share: float) -> CompressionConfig:
     kept = BUFFER + round(share * (WINDOW - BUFFER))
     options: dict[str, Any] = {"chunk_budget": 0, "policy": "standalone", "window_blocks": WINDOW, "buffer": BUFFER}
     groups = (LayerGroup((layer,), kept), LayerGroup(others, WINDOW))
-    return paper_compression(method="kara_sharp", layer_groups=groups, **options)
+    return paper_compression(method="kara_no_bi", layer_groups=groups, **options)
 
 
 def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:

@@ -12,9 +12,8 @@ import torch
 
 from kvllm.compression import mass
 from kvllm.compression.gates import Gates
-from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import attention_mass
-from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, linear_scorer, pyramidkv, rkv, snapkv
+from kvllm.compression.methods import adakv, chunkkv, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS as OWN
 from kvllm.compression.statistics import QueryStatistics
 from tests.helpers.event_checks import literal_resemblance
@@ -70,21 +69,6 @@ def statistics_of(num_heads, head_dim, first=0):
     return QueryStatistics(*(torch.stack(of_heads)[None] for of_heads in zip(*heads, strict=True)))
 
 
-class Taught(LinearFit):
-    """One that learns no more, so that windows do not depend on each other."""
-
-    def add(self, features, targets):
-        pass
-
-
-def fit_of(keys):
-    """The same map for each head."""
-    fit = Taught()
-    weights = torch.randn(linear_scorer.num_features(keys.shape[3]), generator=torch.Generator().manual_seed(0))
-    fit.weights = weights.expand(keys.shape[1], -1).to(keys.device)
-    return fit
-
-
 def place_of(i, length):
     """Of sequence i: KV pairs of its cache in front of the region, and the position of the region's last one."""
     return i, 2 * i + length - 1
@@ -116,7 +100,6 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
         "received": heavy,
-        "fits": [fit_of(keys)],
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "value_norms": norms_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
@@ -347,7 +330,7 @@ def test_batch_mates_change_no_bit_in_real_regions(name):
         assert torch.equal(scores(queries[2:, :, -32:], keys[2:])[0], together[2])
 
 
-WITHOUT_QUERIES = [name for name, method in METHODS.items() if method.spec.queries == "none" or method.spec.observable]
+WITHOUT_QUERIES = [name for name, method in METHODS.items() if method.spec.queries == "none"]
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_QUERIES if not METHODS[name].by_layer])
@@ -429,9 +412,7 @@ def required_options(name, heavy):
         "frequencies": torch.ones(4),
     }
     options |= {"statistics": statistics_of(4, 8), "received": heavy}
-    options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8), "observed": heavy, "ages": heavy[:, 0] + 1}
-    if METHODS[name].spec.observable and not METHODS[name].spec.reselects:
-        del options["observed"]  # queries are there
+    options |= {"gates": random_gates(1, 2, 8), "observed": heavy, "ages": heavy[:, 0] + 1}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -542,48 +523,6 @@ def literal_keydiff(keys, retain, buffer):
     return kept
 
 
-def literal_sharp_scores(queries, keys, offsets):
-    """Squared attention of one head's token at each offset to the keys up to its own, summed."""
-    scores = [0.0] * len(keys)
-    for rows in queries:
-        for row, own in zip(rows, offsets, strict=True):
-            for j, probability in enumerate(softmax(logits_of(row, keys[: own + 1]))):
-                scores[j] += probability**2
-    return scores
-
-
-def literal_kara_sharp(queries, keys, retain, buffer, chunk_budget, max_chunk):
-    total, length = retain - buffer, len(keys[0])
-    reserved = literal_keydiff(keys, total // 4 + buffer, buffer)
-    kept = []
-    for head, head_keys in enumerate(keys):
-        scores = literal_sharp_scores(group_of(queries, keys, head), head_keys[: length - buffer], range(length))
-        highest = max(scores)
-        lifted = [highest if j in reserved[head] else score for j, score in enumerate(scores)]
-        kept.append(literal_token2chunk(lifted, total, chunk_budget, max_chunk))
-    return kept
-
-
-def test_sharp_scores_of_some_rows():
-    """With a query stride, rows are not as many as keys, and each has to see the keys up to its own place."""
-    queries, keys, _ = region(9, 2, 4, 2, 20, 8)
-    offsets = torch.tensor([1, 4, 7, 10, 13, 16, 17, 18, 19])
-    scores = kara_sharp.scores(queries[:, :, offsets], keys, 4, offsets)
-    for i in range(2):
-        for head in range(2):
-            rows = group_of(queries[i, :, offsets].tolist(), keys[i].tolist(), head)
-            expected = literal_sharp_scores(rows, keys[i, head, :16].tolist(), offsets.tolist())
-            torch.testing.assert_close(scores[i, head], torch.tensor(expected), rtol=1e-4, atol=1e-7)
-
-
-def test_sharp_keeps_a_quarter_by_key():
-    """Five of 20 are kept so; a fifth or a third would be 4 or 6."""
-    queries, keys, heavy = region(11, 1, 4, 2, 46, 8)
-    kept = call("kara_sharp", queries, keys, heavy, retain=26, buffer=6)[0, :, :20].tolist()
-    expected = literal_kara_sharp(queries[0].tolist(), keys[0].tolist(), 26, 6, CHUNK_BUDGET, MAX_CHUNK)
-    assert kept == [sorted(head) for head in expected]
-
-
 @pytest.mark.parametrize(("rows", "dtype"), [(384, torch.bfloat16), (217, torch.bfloat16), (130, torch.float32)])
 @pytest.mark.parametrize("squared", [False, True])
 def test_compiled_mass_of_masked_rows_equals_torch(rows, dtype, squared):
@@ -650,8 +589,6 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
     match name:
         case "kara" | "kara_no_bi":
             return literal_kara(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
-        case "kara_sharp":
-            return literal_kara_sharp(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_no_token2chunk":
             return literal_kara(queries, keys, retain, buffer, 0, MAX_CHUNK)
         case "snapkv":

@@ -139,7 +139,7 @@ def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
         ("kara", 59, 128, [1] * 30),  # a window has more query tokens than there are decodes
         ("kara", 59, 16, [2] * 15),  # the event ends before the next one
         ("kara_no_bi", 200, 128, [3] * 10),  # half of 200 decodes, 32 query tokens each
-        ("kara_sharp", 200, 128, [8] * 25),  # half of 200 decodes, 768 KV pairs / 64 each
+        ("mean_attention", 200, 128, [8] * 25),  # half of 200 decodes, 768 KV pairs / 64 each
         ("keydiff", 59, 128, [2] * 29 + [1]),
     ],
 )
@@ -161,7 +161,7 @@ def test_an_event_is_spread_over_steps(method: str, sequences: int, period: int,
 
 
 def test_an_event_of_a_given_size_is_not_spread() -> None:
-    events, _ = run(paper_compression(method="kara_sharp", max_sequences=40), 256, [(10, 1030)] * 59)
+    events, _ = run(paper_compression(method="keydiff", max_sequences=40), 256, [(10, 1030)] * 59)
     assert max(Counter(event[0] for event in events).values()) == 40
 
 
@@ -465,13 +465,10 @@ def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: s
     spec = SPECS[method]
     options = {"query_window": 100, "buffer": 32, "threshold_tokens": 900, "budget_tokens": 300}
     options = fitting(method, "threshold" if spec.ragged else "periodic", **options)
-    source = "recomputed" if spec.observable and not spec.reselects else None
-    config = CompressionConfig(score_source=source, **options)
+    config = CompressionConfig(**options)
     expected = {"window": 770, "recent": 100, "buffer": 97, "none": 97}
     tokens = 770 if spec.repeats else expected[spec.queries]
-    assert window_tokens(config, 770, learns=spec.learns) == tokens
-    if spec.learns:
-        assert window_tokens(config, 770) == expected["none"]
+    assert window_tokens(config, 770) == tokens
 
 
 def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -> int:

@@ -25,7 +25,7 @@ VOCAB = 64
 COMPRESSIONS = {
     "none": None,
     "periodic": paper_compression(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
-    "observed": CompressionConfig(method="kara_sharp", policy="pressure", period=4, window_blocks=2, buffer=1),
+    "observed": CompressionConfig(method="mean_attention", policy="pressure", period=4, window_blocks=2, buffer=1),
     "threshold": CompressionConfig(
         method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -205,8 +204,6 @@ def configs(draw) -> EngineConfig:
         buffer = draw(st.integers(0, min(retain, window - 1)))
         compress_prompt = draw(st.booleans())
         methods = ["keydiff" if slides else "kara", "sliding_window"]
-        if not (slides and compress_prompt):  # then its queries would be computed again
-            methods.append("kara_sharp")
         if policy != "standalone" and not compress_prompt:
             methods.append("mean_attention")
         method = draw(st.sampled_from(methods))
@@ -540,22 +537,6 @@ def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
         assert tokens + plan.num_tokens <= 40
     if name != "periodic":  # whose sequences go on until it is their turn
         assert any(0 < plan.num_seqs < 6 for plan, _ in events)
-
-
-def test_a_plan_counts_the_queries_of_windows_that_are_learned_from() -> None:
-    sizes = {"window_blocks": 4, "retain_blocks": 1, "buffer": 1}
-    compression = paper_compression(method="linear_scorer", period=20, max_sequences=6, **sizes)
-    harness = Harness(engine_config(1000, block_size=4, max_num_batched_tokens=24, compression=compression))
-    for i in range(6):
-        harness.add([0, 1] * 5, 300 + i)
-    harness.run()
-    jobs = [job for plan in harness.plans for job in plan.compressions]
-    first, *later = [number for number, job in enumerate(jobs) if job.learns][7:]
-    assert first == 7 and len(later) >= 2
-    assert all(32 <= b - a < 32 + 6 for a, b in pairwise([first, *later]))
-    for plan in harness.plans:
-        tokens = sum(window_tokens(compression, 16, learns=job.learns) for job in plan.compressions)
-        assert tokens + plan.num_tokens <= 24
 
 
 def test_the_clock_counts_decode_steps_only() -> None:

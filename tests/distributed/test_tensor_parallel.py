@@ -270,7 +270,7 @@ def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path, groups: tuple[Lay
     make_checkpoint(tmp_path, "qwen3", **options)
 
     def run(members: list[Shard]) -> list[list[int]]:
-        compression = structs.replace(compression_of("kara_sharp" if groups else "keydiff"), layer_groups=groups)
+        compression = structs.replace(compression_of("mean_attention" if groups else "keydiff"), layer_groups=groups)
         llm = make_llm(tmp_path, block_size=8, compression=compression, num_gpu_blocks_override=60)
         llm.llm_engine.executor = ThreadExecutor(llm, tmp_path, members)
         found = tokens(llm, random_prompts(256, lengths=(1, 17, 40, 63)), greedy(60))
@@ -284,7 +284,7 @@ def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path, groups: tuple[Lay
 def test_ranks_quantize_alike(shards, tmp_path: Path, kv_cache_dtype: str) -> None:
     """A scale belongs to one head, so no rank needs to know of another's."""
     make_checkpoint(tmp_path, "qwen3", head_dim=32)
-    compression = compression_of("kara_sharp")
+    compression = compression_of("mean_attention")
 
     def run(members: list[Shard]) -> list[list[int]]:
         llm = make_llm(tmp_path, kv_cache_dtype=kv_cache_dtype, compression=compression, num_gpu_blocks_override=60)

@@ -41,7 +41,7 @@ def test_the_embedded_model_solves_its_problems(llm: LLM, problems) -> None:
 def test_the_embedded_model_solves_problems_while_it_is_compressed() -> None:
     rng = random.Random(5)
     problems = [make_problem(rng, 20) for _ in range(4)]
-    compression = paper_compression(method="kara_sharp", period=16, window_blocks=8, retain_blocks=4, buffer=32)
+    compression = paper_compression(method="mean_attention", period=16, window_blocks=8, retain_blocks=4, buffer=32)
     llm = LLM(block_size=16, num_gpu_blocks_override=500, max_model_len=2048, compression=compression)
     params = SamplingParams(temperature=0, max_tokens=1000)
     outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)

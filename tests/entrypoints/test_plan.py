@@ -185,7 +185,7 @@ def test_weights_are_those_of_the_checkpoint():
 
 
 @pytest.mark.parametrize(
-    "compression", [None, paper_compression(method="kara_sharp", window_blocks=8, retain_blocks=2, buffer=16)]
+    "compression", [None, paper_compression(method="mean_attention", window_blocks=8, retain_blocks=2, buffer=16)]
 )
 def test_blocks_have_the_bytes_of_the_engine(compression):
     args = EngineArgs(block_size=16, compression=compression)
@@ -247,9 +247,7 @@ def test_shares_by_layer_take_the_blocks_of_the_engine():
 
 def test_compressed_length_is_what_an_engine_holds():
     """A sequence that is compressed whenever a window is complete holds what the plan says."""
-    compression = paper_compression(
-        method="kara", period=1, window_blocks=4, retain_blocks=2, buffer=16, score_source="recomputed"
-    )
+    compression = paper_compression(method="kara", period=1, window_blocks=4, retain_blocks=2, buffer=16)
     prompt, output = 40, 300
     llm = LLM(block_size=16, compression=compression, kv_cache_memory_bytes=1 << 24, max_model_len=512)
     sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)

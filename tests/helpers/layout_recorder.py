@@ -5,7 +5,6 @@ The map says for every layer and head which position's KV pair lies where, or th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,8 +73,7 @@ class Event:
     """One region that was compressed: `size` entries from `start` on, of a cache that was laid out as `layout`.
 
     length: of the text. kept: offsets `[layers, kv_heads, any]`, padded with -1. moved: False if blocks were let go.
-    queries: that it was scored with, by layer `[Hq, rows, d]`, or None. seed, fits: that the method was given, the
-    latter by layer, with what it has learned from the event.
+    queries: that it was scored with, by layer `[Hq, rows, d]`, or None. seed: that the method was given.
     """
 
     text: Text
@@ -88,7 +86,6 @@ class Event:
     moved: bool = True
     queries: list[Tensor] | None = None
     seed: int | None = None
-    fits: list[Any] = field(default_factory=list)
 
     @property
     def region(self) -> Tensor:
@@ -145,8 +142,6 @@ class Recorder(Accounts):
 
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
         kept = self._select(queries, keys, **options)
-        if "fits" in options:
-            options["fits"] = copy.deepcopy(options["fits"])
         self._selections.append((queries, kept, options))
         return kept
 
@@ -215,9 +210,8 @@ class Recorder(Accounts):
         resumed = len(start.token_ids) > start.prompt_length
         self._add(start.seq_id, Text(list(start.token_ids), hit, layout, visible, resumed))
 
-    def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int, list[Any]]]:
-        """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, its seed, and fits by
-        layer."""
+    def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int]]:
+        """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, and its seed."""
         layers = self.runner.cache.shape.num_layers
         of_layers = [each for selection in self._selections for each in split_layers(*selection)]
         for i in range(0, len(of_layers), layers):  # a pass goes through all layers
@@ -225,9 +219,9 @@ class Recorder(Accounts):
             for window, seed in enumerate(of_pass[0][2]):
                 queries = None if of_pass[0][0] is None else [queries[window] for queries, *_ in of_pass]
                 kept = torch.nn.utils.rnn.pad_sequence(
-                    [kept[window].T for _, kept, *_ in of_pass], batch_first=True, padding_value=-1
+                    [kept[window].T for _, kept, _ in of_pass], batch_first=True, padding_value=-1
                 ).transpose(1, 2)
-                yield queries, kept, seed, [fit for *_, fit in of_pass]
+                yield queries, kept, seed
 
     def _survivors(self, job: CompressionJob, windows: Iterator) -> Tensor:
         """Note the events of a job -> bool `[layers, kv_heads, entries before]`, which survive it."""
@@ -239,8 +233,8 @@ class Recorder(Accounts):
         for i in range(job.num_windows):
             start = own.first_block * self.config.block_size + i * stride
             if job.moves:
-                queries, kept, *given = next(windows if i >= job.chosen else held)
-                event = Event(text, text.length, start, own.size, own.retain, text.layout, kept, True, queries, *given)
+                queries, kept, seed = next(windows if i >= job.chosen else held)
+                event = Event(text, text.length, start, own.size, own.retain, text.layout, kept, True, queries, seed)
             else:
                 assert job.num_windows == 1 and own.region_blocks * self.config.block_size == own.dropped
                 kept = torch.arange(own.dropped, own.size).expand(*text.layout.shape[:2], -1)
@@ -290,14 +284,14 @@ class Recorder(Accounts):
 
 def split_layers(
     queries: Tensor | None, kept: Tensor, options: dict[str, Any]
-) -> Iterator[tuple[Tensor | None, Tensor, list[int], Any]]:
-    """Queries, offsets kept, seeds and fit of each layer that was selected from in one call."""
+) -> Iterator[tuple[Tensor | None, Tensor, list[int]]]:
+    """Queries, offsets kept and seeds of each layer that was selected from in one call."""
     layers = options["layers"]
     assert queries is None or len(layers) == 1
     num_windows = len(kept) // len(layers)
     assert options["seeds"] == options["seeds"][:num_windows] * len(layers)
-    for of_layer, fit in zip(kept.split(num_windows), options.get("fits", [None] * len(layers)), strict=True):
-        yield queries, of_layer, options["seeds"][:num_windows], fit
+    for of_layer in kept.split(num_windows):
+        yield queries, of_layer, options["seeds"][:num_windows]
 
 
 def positions_of(layout: Tensor, size: int) -> Tensor:
@@ -368,18 +362,6 @@ class Expected:
     def mass(self, layer: int, length: int, positions: Tensor) -> Tensor:
         """The mass `[kv_heads, n]` that KV pairs had received when the text had this length."""
         return self.masses[layer][:, length - 1].gather(-1, positions)
-
-    def observed(self, layer: int, event: Event) -> Tensor:
-        """Scores `[kv_heads, scored KV pairs]` of a window, from the queries of its tokens as each was decoded."""
-        positions = event.region[layer]
-        assert (positions == positions[0]).all() and (positions >= 0).all()
-        keys = self.dense.keys[layer][:, positions[0, : event.size - self.config.buffer]]
-        queries = self.dense.queries[layer][:, positions[0]]
-        earlier = torch.arange(keys.shape[1]) <= torch.arange(event.size)[:, None]
-        visible = earlier.expand(len(keys), -1, -1)
-        probabilities = attention_probabilities(queries, keys, visible, self.decoder.softmax(layer))
-        squared = self.method.spec.observable == "squares"
-        return (probabilities.square() if squared else probabilities).sum((1, 2))
 
     def ages(self, event: Event) -> Tensor:
         """By position, how many queries the sums stand for before an event: float64 `[positions]`."""
@@ -458,14 +440,10 @@ class Expected:
                 options["observed"] = self.sums[layer].gather(-1, scored)[None].float()
                 assert (self.ages(event)[index] == self.ages(event)[index[0]]).all()
                 options["ages"] = self.ages(event)[index[0]][None].float()
-            elif self.config.observes_scores:
-                options["observed"] = self.observed(layer, event)[None].float()
-            if self.method.spec.learns:
-                options["fits"] = event.fits[layer : layer + 1]
             if received:
                 options["received"] = received[layer][None].float()
             chosen = self.method(
-                None if queries is None or self.method.spec.learns else queries[layer][None].float(),
+                None if queries is None else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
                 retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,
@@ -479,8 +457,7 @@ class Expected:
 
     def _queries(self, event: Event) -> list[Tensor] | None:
         """Queries of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, T, d]`."""
-        learned = self.method.spec.learns and event.queries is None
-        if self.method.spec.queries == "none" or self.config.observes_scores or learned:
+        if self.method.spec.queries == "none":
             return None
         positions, visible = event.scoring(self.config)
         visible = visible[..., : self.length]

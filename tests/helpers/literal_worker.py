@@ -230,7 +230,7 @@ class LiteralWorker(BlockingExecutor):
         for start in plan.scored:
             seq = self.sequences[start.seq_id]
             assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
-            assert seq.first_scored is None and self.compression.observes_scores
+            assert seq.first_scored is None and self.compression.spec.reselects
             seq.first_scored = start.kv_index
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
         for job in plan.choices:
@@ -331,11 +331,10 @@ class LiteralWorker(BlockingExecutor):
         if not isinstance(config.policy, Threshold):
             if config.spec.reselects:
                 assert start == seq.first_scored, "it leaves out what could be chosen from again"
+                assert region[0] >= seq.first_scored, "it has no scores"
             else:
                 whole = list(range(start + before, region_end + before))
                 assert region == whole, "a window holds an entry that was compressed before"
-            if config.observes_scores:
-                assert seq.first_scored is not None and region[0] >= seq.first_scored, "it has no scores"
             if not config.compress_prompt:
                 assert region[0] >= seq.prompt_length, "the prompt is protected"
         sources = blocks[job.first_block : job.first_block + job.region_blocks]

@@ -649,7 +649,7 @@ def the_engine_scores_keys_in_blocks() -> None:
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         path = Path(directory)
         make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=2, num_attention_heads=4)
-        methods = [paper_compression(method=name, **window) for name in ("kara_sharp", "keydiff")]
+        methods = [paper_compression(method=name, **window) for name in ("kara", "keydiff")]
         expected = [generate_tokens(path, "reference", each) for each in methods]
         patch.delattr(KVOperations, "gather_keys")
         assert [generate_tokens(path, "reference", each, in_blocks=True) for each in methods] == expected

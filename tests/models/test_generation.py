@@ -162,7 +162,7 @@ def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> Non
     options: dict[str, Any] = {"block_size": 8}
     options["compression"] = paper_compression(method="expected_attention", **COMPRESSION)
     make_checkpoint(tmp_path, **FAMILIES["smollm3"])
-    with pytest.raises(ConfigError, match="layers 3 of the model rotate keys in another way .* such as kara_sharp"):
+    with pytest.raises(ConfigError, match="layers 3 of the model rotate keys in another way .* such as mean_attention"):
         make_llm(tmp_path, **options)
     with pytest.raises(ConfigError, match="layers 3 of the model"):
         add_method_files(tmp_path)
@@ -177,9 +177,8 @@ def test_methods_that_reckon_with_one_rotation_refuse_two(tmp_path: Path) -> Non
 def test_layers_that_share_kv_pairs_have_methods_that_read_no_queries(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, **FAMILIES["gemma4"])
     assert make_llm(tmp_path, compression=CompressionConfig()).config.compression.method == "streaming"
-    for method in ("mean_attention", "kara_sharp"):
-        with pytest.raises(ConfigError, match="layers of the model attend KV pairs of others, .*: use one of keydiff"):
-            make_llm(tmp_path, compression=CompressionConfig(method=method))
+    with pytest.raises(ConfigError, match="layers of the model attend KV pairs of others, .*: use one of keydiff"):
+        make_llm(tmp_path, compression=CompressionConfig(method="mean_attention"))
     with pytest.raises(ConfigError, match="kv_residual_tokens=4 .* not where layers of the model attend"):
         make_llm(tmp_path, kv_cache_dtype="int8", kv_residual_tokens=4)
     with pytest.raises(ConfigError, match="layers that attend KV pairs of others, which are computed for text alone"):

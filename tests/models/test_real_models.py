@@ -70,7 +70,7 @@ def test_digits_and_spaces_are_tokens_as_in_training(smollm2: Path) -> None:
 
 
 def test_compression_returns_blocks(smollm2: Path) -> None:
-    compression = CompressionConfig(method="kara_sharp", policy="pressure", retain_blocks=1, buffer=16)
+    compression = CompressionConfig(method="mean_attention", policy="pressure", retain_blocks=1, buffer=16)
     llm = make_llm(smollm2, dtype="bfloat16", num_gpu_blocks_override=40, compression=compression)
     prompts = [TEXT[start : start + 300] for start in (0, 1000, 2000, 3000)]
     outputs = llm.generate(prompts, greedy(128), use_tqdm=False)

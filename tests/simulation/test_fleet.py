@@ -29,7 +29,7 @@ from tests.helpers.examples import examples
 
 MODEL = Path(__file__).parents[2] / "kvllm" / "assets" / "reasoner"
 COST = CostModel(load_hardware("cpu"), load_model_config(MODEL), "float32")
-PRESSURE = CompressionConfig(method="kara_sharp", policy="pressure", period=8, window_blocks=3, buffer=4)
+PRESSURE = CompressionConfig(method="mean_attention", policy="pressure", period=8, window_blocks=3, buffer=4)
 
 
 def make_config(num_blocks: int = 400, **options: object) -> EngineConfig:

@@ -210,17 +210,6 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
     assert executor.seconds.score == pytest.approx(scored)
 
 
-def test_only_windows_that_are_learned_from_compute_their_queries(cost):
-    compression = paper_compression(method="linear_scorer", period=8, window_blocks=3, retain_blocks=1, buffer=4)
-    executor, plan = SimulatedExecutor(cost, engine_config(compression=compression)), compression_plan()
-    plan.compressions[0] = msgspec.structs.replace(plan.compressions[0], learns=True)
-    executor.execute(plan)
-    visible, read = 12 * (4 + 16) + 2 * 78, 4 + 16 + 2 * 12
-    assert executor.seconds.recompute == pytest.approx(cost.recompute(QueryBatch(2, 24, visible, read)))
-    learned = cost.score(2 * 12 * 8, 2 * 12, layers=2, at_once=False)
-    assert executor.seconds.score == pytest.approx(learned + cost.score(0, 12, layers=2, at_once=True))
-
-
 @pytest.mark.parametrize(
     ("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, True), ("chunkkv", 4, False)]
 )
@@ -263,8 +252,6 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
             ),
             marks=pytest.mark.long,
         ),
-        pytest.param(other(KARA, method="kara_sharp"), marks=pytest.mark.long),
-        other(KARA, method="kara_sharp", policy="pressure"),
         paper_compression(method="mean_attention", policy="pressure", period=8, buffer=4),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
         pytest.param(

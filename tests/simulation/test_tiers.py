@@ -26,7 +26,7 @@ from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.recall import Recall
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import checkpoint_fixture
-from tests.helpers.compressions import other, paper_compression
+from tests.helpers.compressions import paper_compression
 
 FAST = Hardware(
     name="fast link",
@@ -51,7 +51,7 @@ POOL = 90
 COMPRESSIONS = (
     None,
     KARA,
-    other(KARA, method="kara_sharp", policy="pressure"),
+    paper_compression(method="mean_attention", policy="pressure", period=8, buffer=4),
     CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
 )
 PLANNED = ((0, "always", True), (1, "never", False), (2, "always", True), (3, "always", False), (3, "never", True))
@@ -157,7 +157,7 @@ def test_a_recall_scores_each_query_head(cost: CostModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard"])
-@pytest.mark.parametrize("method", ["keydiff", "kara_sharp"])
+@pytest.mark.parametrize("method", ["keydiff", "kara"])
 def test_blocks_and_chunks_have_the_bytes_of_the_engine(cost: CostModel, dtype: str, method: str) -> None:
     compression = paper_compression(method=method, buffer=4, recall_bound=0.1, recall_dtype=dtype)
     config = EngineConfig(num_blocks=9, block_size=4, max_model_len=99, compression=compression, kv_offload_dtype=dtype)

@@ -31,10 +31,10 @@ FULL, SLIDING = 2, 3
 """Layers of each kind: a block holds two, so the layers with a window have two parts."""
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 180, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 LARGE = msgspec.structs.replace(HARDWARE, memory_bytes=8_000_000)
-SHARP = paper_compression(method="kara_sharp", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+OBSERVED = paper_compression(method="mean_attention", period=8, window_blocks=3, retain_blocks=1, buffer=4)
 
 
-BY_LAYER = msgspec.structs.replace(SHARP, layer_groups=(LayerGroup((1,), 1), LayerGroup((4,), 2)))
+BY_LAYER = msgspec.structs.replace(OBSERVED, layer_groups=(LayerGroup((1,), 1), LayerGroup((4,), 2)))
 """For the layers without a window."""
 
 
@@ -87,7 +87,7 @@ def test_a_window_ends_at_the_position_whatever_was_dropped(checkpoint: Path, co
     """32 of 40 KV pairs are dropped from full layers; the next token and that of a fork attend a whole window in the
     others. What moves, moves in full layers."""
     sampling = SamplingParams(temperature=0)
-    executor = SimulatedExecutor(cost, config_of(checkpoint, compression=SHARP))
+    executor = SimulatedExecutor(cost, config_of(checkpoint, compression=OBSERVED))
     executor.execute(
         StepPlan(
             new_seqs=[SequenceStart(0, [0] * 41, 41, 40, sampling, 0)],
@@ -112,7 +112,7 @@ def forward(cost: CostModel, held: int, samples: int) -> float:
 
 @pytest.mark.parametrize(
     ("compression", "released"),
-    [(None, True), pytest.param(None, False, marks=pytest.mark.long), (SHARP, True), (BY_LAYER, True)],
+    [(None, True), pytest.param(None, False, marks=pytest.mark.long), (OBSERVED, True), (BY_LAYER, True)],
     ids=["groups", "kept", "compressed", "shares by layer"],
 )
 def test_counts_are_those_of_the_real_engine(
@@ -149,7 +149,7 @@ def test_command_has_the_groups_and_blocks_of_the_engine(
     room = LARGE.memory_bytes * 0.9 - cost.weight_bytes
     assert config.num_blocks == int(room) // cache_shape(engine).bytes_per_block
     assert make_config(args, cost, WINDOW).kv_groups == UNIFORM  # no text is longer than the window
-    scored = paper_compression(method="kara_sharp", buffer=4)
+    scored = paper_compression(method="mean_attention", buffer=4)
     engine = EngineArgs(checkpoint, block_size=4, max_model_len=180, compression=scored)
     fewer = make_config(args, cost, 180, scored).num_blocks
     assert fewer == int(room) // cache_shape(engine).bytes_per_block < config.num_blocks

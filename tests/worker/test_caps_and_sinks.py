@@ -39,7 +39,7 @@ def decoder(checkpoint: Path) -> TransformersDecoder:
     ("method", "policy"),
     [
         pytest.param("kara", "periodic", marks=pytest.mark.long),
-        ("kara_sharp", "periodic"),
+        ("mean_attention", "periodic"),
         pytest.param("snapkv", "threshold", marks=pytest.mark.long),
         ("h2o", "threshold"),
     ],

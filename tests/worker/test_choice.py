@@ -58,7 +58,6 @@ def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int
         buffer=8,
         chunk_budget=6,
         query_window=8,
-        score_source="recomputed",
     )
     llm = make_llm(checkpoint, compression=CompressionConfig(**options))
     operations = Operations(llm.llm_engine.executor.runner.compressor)

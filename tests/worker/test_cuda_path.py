@@ -90,12 +90,12 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
             {"kv_cache_dtype": "int8", "compression": paper_compression(method="adakv", **cache)},
             [params()] * 2,
         ),
-        "int4, kara_sharp, a pool of what is free": (
+        "int4, kara_no_bi, a pool of what is free": (
             {
                 "num_gpu_blocks_override": None,
                 "gpu_memory_utilization": 0.02,
                 "kv_cache_dtype": "int4",
-                "compression": paper_compression(method="kara_sharp", retain_tokens=9, **chunks),
+                "compression": paper_compression(method="kara_no_bi", retain_tokens=9, **chunks),
             },
             [params()] * 2,
         ),

@@ -142,9 +142,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     assert (200 - 200 % 6, 6, 256 // 16) in widths  # all in one step
     size = windows[0].shape[2]
     assert size == (100 if isinstance(compression.policy, Threshold) else 48)
-    kinds = {compression.spec.learns, False}  # of events: those that are learned from, and others
-    fitting = [min(6, 200 // window_tokens(compression, size, learns=learns)) for learns in kinds]
-    assert sum(keys.shape[0] for keys in windows) / 3 == sum(fitting)
+    assert sum(keys.shape[0] for keys in windows) / 3 == min(6, 200 // window_tokens(compression, size))
     assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
 
 

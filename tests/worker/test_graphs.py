@@ -199,7 +199,7 @@ def compressions() -> dict[str, CompressionConfig]:
 
     found = {f"{name}-kara": make("kara", name, **clock) for name in ("periodic", "pressure")}
     found["periodic-kara-prompt"] = make("kara", "periodic", compress_prompt=True, **clock)
-    found["periodic-kara_sharp"] = make("kara_sharp", "periodic", period=4, window_blocks=2)
+    found["periodic-mean_attention"] = make("mean_attention", "periodic", period=4, window_blocks=2)
     found["pressure-mean_attention"] = make("mean_attention", "pressure", **clock)
     for method, spec in SPECS.items():
         if not refusal(method, "threshold") and not spec.reads_file and not spec.reselects:
@@ -254,7 +254,7 @@ def group_compressions() -> dict[str, CompressionConfig | None]:
     return {
         "windows": None,
         "keydiff": paper_compression(method="keydiff", **common),
-        "shares by layer": paper_compression(method="kara_sharp", chunk_budget=2, layer_groups=groups, **common),
+        "shares by layer": paper_compression(method="mean_attention", layer_groups=groups, **common),
     }
 
 
@@ -275,14 +275,14 @@ def test_kv_groups_in_recorded_steps(mixed: Path, device: str, name: str) -> Non
 def test_a_quantized_cache(tmp_path: Path, kv_cache_dtype: str) -> None:
     """Steps quantize in their static memory, and events move codes with scales between them."""
     make_checkpoint(tmp_path, "qwen3", head_dim=32)
-    options = {"compression": compressions()["periodic-kara_sharp"], "block_size": 8, "num_gpu_blocks_override": 60}
+    options = {"compression": compressions()["periodic-mean_attention"], "block_size": 8, "num_gpu_blocks_override": 60}
     llm, recordings = assert_same_tokens(tmp_path, "cpu", greedy(40), kv_cache_dtype=kv_cache_dtype, **options)
     assert recordings.replayed > llm.stats().compression_events > 3
 
 
 def test_a_recording_scores_nothing(checkpoint: Path) -> None:
     """Shapes are recorded with inputs of nobody: no score in the pool may change."""
-    compression = paper_compression(method="kara_sharp", window_blocks=2, buffer=4, chunk_budget=3)
+    compression = paper_compression(method="mean_attention", window_blocks=2, buffer=4)
     runner = make_llm(checkpoint, "cpu", compression=compression).llm_engine.executor.runner
     scores = runner.cache.scores.fill_(7.0)
 

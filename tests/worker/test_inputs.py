@@ -20,7 +20,6 @@ from kvllm.worker.inputs import InputPreparer, read_batch
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
-from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 
 CPU = torch.device("cpu")
@@ -36,10 +35,9 @@ class Worker:
         shape = CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32)
         self.ragged, self.mass = RaggedLengths(shape, MAX_SEQS, CPU), AttentionMass(shape, MAX_SEQS, 1, CPU)
         scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
-        windows = paper_compression(method="kara_sharp", buffer=1)
         backend, length = make_backend("reference", scored, 3, 1.0), MAX_BLOCKS * BLOCK_SIZE
         self.scores = ObservedScores(
-            make_operations(scored), backend, [self.tables], windows, MAX_SEQS, length, [0] * scored.shape.num_layers
+            make_operations(scored), backend, [self.tables], 1, MAX_SEQS, length, [0] * scored.shape.num_layers
         )
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []

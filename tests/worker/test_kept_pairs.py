@@ -37,7 +37,7 @@ def asked(number: int, **options: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize(
-    ("method", "policy"), [("keydiff", "standalone"), ("adakv", "threshold"), ("kara_sharp", "pressure")]
+    ("method", "policy"), [("keydiff", "standalone"), ("adakv", "threshold"), ("mean_attention", "pressure")]
 )
 def test_reports_agree_with_the_cache(checkpoint: Path, method: str, policy: str) -> None:
     """Windows that overlap, heads that keep different numbers, and preemptions; after every step."""

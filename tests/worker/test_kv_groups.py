@@ -122,7 +122,6 @@ def sequence_of(prompt: list[int]) -> Sequence:
 METHODS = {
     "keydiff": paper_compression(method="keydiff", period=4, window_blocks=3, buffer=4),
     "mean_attention": paper_compression(method="mean_attention", period=4, window_blocks=3, buffer=4),
-    "kara_sharp": paper_compression(method="kara_sharp", period=4, window_blocks=3, buffer=4, chunk_budget=4),
 }
 
 

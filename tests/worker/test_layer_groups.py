@@ -48,8 +48,7 @@ def recorded(checkpoint: Path, **options: Any) -> tuple[LLM, Recorder]:
 
 
 METHODS = {
-    "observed": compression("kara_sharp", chunk_budget=2, period=4),
-    "chosen again": compression("mean_attention", period=4),
+    "observed": compression("mean_attention", period=4),
     "recomputed": compression("kara", chunk_budget=2, period=4),
     "keys alone": compression("keydiff", policy="pressure", period=4),
     "prompts": compression("keydiff", compress_prompt=True, period=4),

@@ -50,7 +50,6 @@ POLICIES = ("threshold", "periodic", "pressure", "standalone")
 OF_EACH_KIND = (
     "kara",
     "mean_attention",
-    "linear_scorer",
     "kvzip",
     "adakv",
     "h2o",
@@ -156,12 +155,9 @@ def test_requests_with_compression_settings_of_their_own(
                 assert event.retain == retained
 
 
-@pytest.mark.parametrize("method", methods(["kara_causal", "kara_sharp"], ["kara_sharp"]))
-def test_what_was_stored_before_scores_were_added_up_stays(
-    checkpoint: Path, decoder: DenseDecoder, method: str
-) -> None:
+def test_what_was_stored_before_scores_were_added_up_stays(checkpoint: Path, decoder: DenseDecoder) -> None:
     """One sequence has room for all of its output, until others come."""
-    llm, recorder = make_llm(checkpoint, compression_config(method, "pressure"), num_gpu_blocks_override=26)
+    llm, recorder = make_llm(checkpoint, compression_config("mean_attention", "pressure"), num_gpu_blocks_override=26)
     prompts = random_token_ids(20, 9, 3)
     llm.llm_engine.add_request("oldest", prompts[0], greedy(150))
     for _ in range(40):
@@ -278,8 +274,6 @@ def survivors(recorder: Recorder) -> dict[tuple[int, ...], list[tuple[int, list]
 @cases("threshold", "periodic", "standalone", usual=("kara", "kvzip", "adakv", "h2o"))
 def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str, policy: str) -> None:
     """Not on the batch, its order, the rows that are recomputed at a time, nor the run."""
-    if SPECS[method].learns:
-        pytest.skip("what it has learned from other sequences decides, too")
     prompts = random_token_ids(2, 2, 2)
     lengths = random_token_ids(2, 30, 57) if policy != "periodic" else prompts  # its clock is the engine's
     # An event with a clock is spread over steps unless its number of sequences is given.
@@ -306,7 +300,7 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
 
 REQUESTS = [(75, 10, 0), (46, 6, 0), (12, 20, 2)]
 """Tokens of a prompt and of its output, and the step at which the request arrives."""
-WINDOWS = [name for name, spec in SPECS.items() if not refusal(name, "standalone") and not spec.learns]
+WINDOWS = [name for name, spec in SPECS.items() if not refusal(name, "standalone")]
 OF_VALUES = {"values", "value_norms"}
 READS_MORE_THAN_KEYS = [n for n in WINDOWS if not SPECS[n].reads_cache_alone or OF_VALUES & METHODS[n].arguments]
 
@@ -358,7 +352,7 @@ def test_survivors_depend_on_no_other_request(checkpoint: Path, method: str, com
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_survivors_of_random_requests_depend_on_no_other(checkpoint: Path, data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from([name for name, spec in SPECS.items() if not spec.learns]))
+    method = data.draw(st.sampled_from([*SPECS]))
     policies = POLICIES[SPECS[method].reselects :]  # not by threshold, where prompts are longer than budgets
     policy = data.draw(st.sampled_from([policy for policy in policies if not refusal(method, policy)]))
     whole = policy == "threshold" or SPECS[method].reselects  # which leave prompts to no choice

@@ -54,7 +54,7 @@ def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(checkpoint: 
 @FORMATS
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(checkpoint: Path, name: str) -> None:
     """Scores that a method observes among them: they are added up by the operator as well."""
-    compression = paper_compression(method="kara_sharp", buffer=4, score_source="observed", **PERIODIC)
+    compression = paper_compression(method="mean_attention", buffer=4, **PERIODIC)
     found = []
     for compiled in (True, False):
         llm = make(checkpoint, name, compression=compression, block_size=8)
@@ -80,15 +80,15 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
 @pytest.mark.parametrize(
     "method, policy, name",
     [
-        ("kara_sharp", PERIODIC, "int4"),
+        ("mean_attention", PERIODIC, "int4"),
         pytest.param("kara", PERIODIC, "int8", marks=pytest.mark.long),
         ("keydiff", PERIODIC, "fp8_e4m3"),
         ("h2o", THRESHOLD, "int8"),
         pytest.param("adakv", THRESHOLD, "int4", marks=pytest.mark.long),
-        pytest.param("kara_sharp", PERIODIC, "int4_hadamard", marks=pytest.mark.long),
+        pytest.param("mean_attention", PERIODIC, "int4_hadamard", marks=pytest.mark.long),
         ("kara", PERIODIC, "int6_int4"),
         pytest.param("h2o", THRESHOLD, "int6_int4", marks=pytest.mark.long),
-        pytest.param("kara_sharp", PERIODIC, "int6_int4_hadamard", marks=pytest.mark.long),
+        pytest.param("mean_attention", PERIODIC, "int6_int4_hadamard", marks=pytest.mark.long),
         pytest.param("h2o", THRESHOLD, "int6_int4_hadamard", marks=pytest.mark.long),
     ],
 )

@@ -98,7 +98,13 @@ def test_completions_of_one_prompt_begin_with_the_same_pairs(checkpoint: Path) -
 
 @pytest.mark.parametrize(
     "method, policy",
-    [("kara_sharp", PERIODIC), ("kara", PERIODIC), ("keydiff", THRESHOLD), ("h2o", THRESHOLD), ("adakv", THRESHOLD)],
+    [
+        ("mean_attention", PERIODIC),
+        ("kara", PERIODIC),
+        ("keydiff", THRESHOLD),
+        ("h2o", THRESHOLD),
+        ("adakv", THRESHOLD),
+    ],
 )
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(
     checkpoint: Path, method: str, policy: dict[str, Any]

@@ -188,15 +188,6 @@ def test_nothing_is_left_of_a_draft(checkpoint: Path, options: dict[str, Any]) -
     assert "compression" not in options or llm.stats().entries_evicted
 
 
-def test_queries_of_drafts_are_not_observed(checkpoint: Path) -> None:
-    options = {"policy": "periodic", "period": 16, "window_blocks": 6, "retain_blocks": 2, "buffer": 4}
-    compression = CompressionConfig(method="kara_sharp", score_source="observed", **options)
-    llm, found = drafting(checkpoint, compression=compression)
-    tokens(llm, random_prompts(256, lengths=(20, 33, 40)), greedy(100))
-    assert llm.llm_engine.executor.runner.cache.scores is not None and llm.stats().entries_evicted
-    assert any(draft for _, draft in found)
-
-
 def test_room_for_drafts_is_counted(checkpoint: Path) -> None:
     options = {"max_num_seqs": 2, "max_model_len": 64}
     llm = LLM(checkpoint, speculative_config=CONFIG, kv_cache_memory_bytes=1 << 20, **options)

@@ -95,7 +95,7 @@ def methods() -> list[Any]:
     usual = {
         ("h2o", "periodic"),
         ("adakv", "threshold"),
-        ("kara_sharp", "standalone"),
+        ("mean_attention", "periodic"),
     }
     cases = []
     for name, spec in SPECS.items():
@@ -123,11 +123,11 @@ def test_a_compressed_cache_goes_on_where_it_was(
 five_layers = checkpoint_fixture("qwen3", head_dim=16, num_hidden_layers=5)
 
 
-@pytest.mark.parametrize("method", [pytest.param("keydiff", marks=pytest.mark.long), "kara_sharp"])
+@pytest.mark.parametrize("method", [pytest.param("keydiff", marks=pytest.mark.long), "kara"])
 def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_layers: Path, method: str) -> None:
     """A sequence that compresses by its own length alone compresses at the same tokens, wherever it was between."""
     groups = (LayerGroup((0, 2, 3), 8), LayerGroup((1,), 16), LayerGroup((4,), 24))
-    chunks = {"chunk_budget": 2} if method == "kara_sharp" else {}
+    chunks = {"chunk_budget": 2} if method == "kara" else {}
     options = {"window_blocks": 24, "layer_groups": groups, "buffer": 4}
     compression = CompressionConfig(method=method, policy="standalone", **options, **chunks)
     options = SMALL | {"block_size": 1, "max_model_len": 128, "compression": compression}

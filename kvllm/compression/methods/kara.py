@@ -50,38 +50,6 @@ def select_tokens(queries: Tensor, keys: Keys, *, retain: int, buffer: int, soft
     return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3, softmax=softmax)
 
 
-def select_causal(
-    queries: Tensor | None,
-    keys: Keys,
-    *,
-    retain: int,
-    buffer: int,
-    chunk_budget: int,
-    max_chunk: int,
-    query_offsets: Tensor,
-    observed: Tensor | None = None,
-    softmax: Softmax = PLAIN_SOFTMAX,
-) -> Tensor:
-    """The ablation that never looks ahead: `select`, but no query attends to a KV pair that comes after it.
-
-    query_offsets: int64 `[query tokens]`, the position of each in the window.
-    observed: float32 `[S, Hkv, W - buffer]`, the scores, where they were added up while decoding.
-    """
-    if keeps_everything(keys, retain, buffer):
-        return everything(keys)
-    if observed is None:
-        observed = causal_scores(queries, keys, buffer, query_offsets, softmax)
-    return choose(observed, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
-
-
-def causal_scores(
-    queries: Tensor | None, keys: Keys, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
-) -> Tensor:
-    """`scores` by each position's own query token and later ones alone."""
-    num_scored = keys.shape[2] - buffer
-    return batched_attention_mass(check_queries(queries, keys), keys, num_scored, query_offsets, softmax=softmax)
-
-
 @torch.no_grad()
 def scores(queries: Tensor, keys: Keys, buffer: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).

@@ -25,14 +25,13 @@ class EngineLoad:
 
     decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
     first waiting sequence would have needed to be admitted in the last step. tokens: of the step's budget, what
-    compression may take. learns: whether the first compression of the step is learned from.
+    compression may take.
     """
 
     decode_steps: int
     available_blocks: int
     missing_blocks: int
     tokens: int
-    learns: bool = False
 
 
 class CompressionPolicy(ABC, Generic[Own]):
@@ -53,7 +52,7 @@ class CompressionPolicy(ABC, Generic[Own]):
         self.groups = full_groups(groups)
         self.full_parts = sum(len(group.parts) for group in self.groups)
         self.group_regions = group_regions(config, block_size, self.groups)
-        self.observes_scores = config.observes_scores
+        self.reselects = config.spec.reselects
         self.regions = self.group_regions[0]
         self.uncompressed = NothingDropped(block_size)
 
@@ -88,7 +87,7 @@ class CompressionPolicy(ABC, Generic[Own]):
 
     def selected_from(self, seq: Sequence, region: Region) -> Region:
         """A region together with what is left of the windows before it, if the method chooses from both."""
-        if not self.config.spec.reselects:
+        if not self.reselects:
             return region
         assert seq.scored_from is not None
         return region.from_start(seq.scored_from)
@@ -102,7 +101,7 @@ class CompressionPolicy(ABC, Generic[Own]):
 
     def unscored(self, sequences: Sequences[Sequence]) -> list[Sequence]:
         """Those that cannot be compressed as long as their scores are not added up."""
-        if not self.observes_scores:
+        if not self.reselects:
             return []
         return [seq for seq in sequences if not seq.is_scored and seq.sampling.compress]
 

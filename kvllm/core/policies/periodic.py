@@ -34,7 +34,7 @@ class PeriodicPolicy(EventPolicy[Periodic]):
         self._pace = 1  # windows in a step with which it ends before the next one
 
     def _region_of(self, seq: Sequence) -> Region | None:
-        if not self.observes_scores:
+        if not self.reselects:
             return super()._region_of(seq)
         return self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)
 

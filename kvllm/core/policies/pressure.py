@@ -61,7 +61,7 @@ class PressurePolicy(EventPolicy[Pressure]):
         return self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
-        return super().eligible([seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding)
+        return super().eligible([seq for seq in decoding if seq.is_scored] if self.reselects else decoding)
 
     def _enough(self, jobs: list[Candidate], needed: int, urgent: int, most: int) -> list[Candidate]:
         """The first windows that release `needed` blocks together, `most` of them at most; but at least those that

@@ -113,9 +113,8 @@ class EventOptions(WindowOptions, frozen=True, kw_only=True):
         """Most sequences that an event compresses."""
         if self.max_sequences is not None:
             return self.max_sequences
-        spec = config.spec
-        needs_queries = spec.queries != "none" and not (config.observes_scores or spec.learns)
-        return PAPER_SEQUENCES if needs_queries or spec.repeats else sys.maxsize
+        needs_queries = config.spec.queries != "none" or config.spec.repeats
+        return PAPER_SEQUENCES if needs_queries else sys.maxsize
 
 
 Own = TypeVar("Own", bound=WindowOptions)
@@ -167,7 +166,7 @@ class EventPolicy(WindowPolicy[Clocked], ABC, Generic[Clocked]):
     def windows_now(self, decoding: Sequences[Sequence], load: EngineLoad, least: int = 1) -> int:
         """Windows that a step may compress if they may wait: at least one, and `least` if the tokens suffice."""
         size = self.options.window_blocks * self.regions.block_size
-        affordable = max(1, load.tokens // window_tokens(self.config, size, learns=load.learns))
+        affordable = max(1, load.tokens // window_tokens(self.config, size))
         if self.options.max_sequences is not None:  # an event of that size is asked for
             return affordable
         return min(affordable, max(least, windows_beside(self.config, size, len(decoding))))

@@ -89,7 +89,7 @@ def read_header(file: Path, size: int | None = None) -> Header:
         stat = file.stat()
         # Two writes of the last moments may have one time: a file that is so new is read again.
         read = _read if time.time_ns() - stat.st_mtime_ns > SETTLED else _read.__wrapped__
-        return read(file, size or stat.st_size, stat.st_mtime_ns)
+        return read(file.absolute(), size or stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     except (_BrokenError, struct.error, UnicodeDecodeError) as error:

@@ -12,7 +12,6 @@ from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.kept_pairs import KeptPairsReports
-from kvllm.worker.features.linear_fits import LinearFits
 from kvllm.worker.features.observed_scores import ObservedScores
 from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.ragged_lengths import RaggedLengths
@@ -23,7 +22,6 @@ from kvllm.worker.features.residual import KVResidual
 KINDS: tuple[type[StepFeature], ...] = (
     RaggedLengths,
     AttentionMass,
-    LinearFits,
     KVResidual,
     Recall,
     KeptPairsReports,

@@ -17,9 +17,7 @@ import torch
 from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan, ScoredChunk, ScoreWindows
 from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.compression.registry import MethodInputs
-from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
-from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.features.base import Attend, PassAttention, Restore, StepFeature, WorkerParts
 from kvllm.worker.graph_sizes import GraphSizes
@@ -33,17 +31,6 @@ NEVER = np.iinfo(np.int32).max
 PRIOR = 64
 """Queries that the sum of a survivor stands for, however many it has seen, beside those of the KV pairs after what was
 compressed. So what it was attended long ago counts no more than what it was attended since."""
-
-
-def score_windows(config: CompressionConfig, block_size: int, max_model_len: int) -> ScoreWindows:
-    """The windows of a configuration that observes its scores. One that chooses from all of them again has one window
-    with room for the longest text."""
-    squared = config.spec.observable == "squares"
-    if config.spec.reselects:
-        return ScoreWindows(max_model_len, max_model_len, max_model_len, squared)
-    regions = config.regions(block_size)
-    assert isinstance(regions, Windows)
-    return ScoreWindows(regions.size, regions.stride, regions.size - config.buffer, squared)
 
 
 class ObservedScores(StepFeature):
@@ -61,7 +48,7 @@ class ObservedScores(StepFeature):
         operations: KVOperations,
         backend: AttentionBackend,
         tables: Sequence[BlockTables],
-        config: CompressionConfig,
+        buffer: int,
         num_slots: int,
         max_model_len: int,
         part_of: Sequence[int],
@@ -78,22 +65,21 @@ class ObservedScores(StepFeature):
         self.captures = backend.scores_windows
         self.scores = operations.cache.scores
         self.block_size = operations.cache.shape.block_size
-        self.num_unscored = config.buffer
-        self.reselects = config.spec.reselects
-        self.windows = score_windows(config, self.block_size, max_model_len)
+        self.num_unscored = buffer
+        self.windows = ScoreWindows(max_model_len, max_model_len, max_model_len, squared=True)
         self.window_start = np.full(num_slots, NEVER, dtype=np.int32)
         self.uncompressed = np.full(num_slots, NEVER, dtype=np.int32)
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
         config, compression = worker.config, worker.config.active_compression
-        if compression is None or not compression.observes_scores:
+        if compression is None or not compression.spec.reselects:
             return None
         tables, sizes = worker.tables.parts[: worker.tables.full_parts], (config.max_num_seqs, config.max_model_len)
         part_of = part_of_layers(config, worker.shape.num_layers)
         graphs = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens, 1 + config.most_drafts)
         rows = graphs.num_logits(graphs.all()[0]) if config.most_drafts else 0
-        return cls(worker.operations, worker.backend, tables, compression, *sizes, part_of, rows)
+        return cls(worker.operations, worker.backend, tables, compression.buffer, *sizes, part_of, rows)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
         self.window_start[table_slot] = NEVER
@@ -115,15 +101,6 @@ class ObservedScores(StepFeature):
 
         return restore
 
-    def window_starts(self, table_slots: np.ndarray | int, longer: np.ndarray | int) -> np.ndarray:
-        """The index in a part at which windows of sequences begin.
-
-        longer: KV pairs that they have more there than in the first part. Parts keep different numbers of them, so
-        windows that begin after survivors are shifted.
-        """
-        starts = self.window_start[table_slots]
-        return np.where(starts == NEVER, NEVER, starts + longer * (not self.reselects))
-
     def ages(self, state: SequenceState, kv_length: int, size: int) -> np.ndarray:
         """Queries whose attention to each of a sequence's first `size` scored KV pairs is added up: float32 `[size]`.
 
@@ -136,47 +113,40 @@ class ObservedScores(StepFeature):
 
     def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> MethodInputs:
         num_scored = windows.size - self.num_unscored
-        found: MethodInputs = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
-        if self.reselects:
-            kv_lengths = windows.part.tables.kv_lengths(windows.table_slots).tolist()
-            pairs = zip(windows.windows, kv_lengths, strict=True)
-            ages = np.stack([self.ages(window.state, length, windows.size) for window, length in pairs])
-            found["ages"] = to_device(ages, self.scores.device).repeat(len(layers), 1)
-        return found
+        kv_lengths = windows.part.tables.kv_lengths(windows.table_slots).tolist()
+        pairs = zip(windows.windows, kv_lengths, strict=True)
+        ages = np.stack([self.ages(window.state, length, windows.size) for window, length in pairs])
+        return {
+            "observed": self.operations.gather_scores(layers, windows.tables, num_scored),
+            "ages": to_device(ages, self.scores.device).repeat(len(layers), 1),
+        }
 
     def compacted(self, job: CompressionJob, state: SequenceState) -> None:
-        """The next windows begin at the first whole block of what is left uncompressed."""
-        table_slot, first = state.table_slot, job.parts[0]
+        first = job.parts[0]
         end = first.first_block * self.block_size + first.num_windows * first.stride - first.dropped
-        self.uncompressed[table_slot] = end
-        if not self.reselects:
-            self.window_start[table_slot] = -(-end // self.block_size) * self.block_size
+        self.uncompressed[state.table_slot] = end
 
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self._move(move)
 
     def _move(self, move: Move) -> None:
-        """Let the scores of what follows a job's windows move with its KV pairs, and those of survivors that are
-        chosen from again. These become sums of as many queries."""
+        """Let scores move with the KV pairs of a job. Those of survivors become sums of as many queries."""
         job, offsets = move.job, move.kept
-        if offsets.shape[-1] == job.num_windows * job.retain and job.stride == job.size and not self.reselects:
-            return  # nothing uncompressed has moved inside a block
         device = self.scores.device
         index = torch.arange(offsets.shape[-1], device=device)
         source, destination = to_device(move.blocks.astype(np.int64), device), to_device(job.destinations, device)
         layer = torch.arange(offsets.shape[0], device=device)[:, None, None]
         head = torch.arange(offsets.shape[1], device=device)[:, None]
         moved = self.scores[layer, source[offsets // self.block_size], head, offsets % self.block_size]
-        if self.reselects:
-            ages = to_device(self.ages(move.state, move.cached, job.size), device)
-            later = move.cached - job.first_block * self.block_size - job.size
-            moved[..., : job.retain] *= (PRIOR + later) / ages[offsets[..., : job.retain]]
+        ages = to_device(self.ages(move.state, move.cached, job.size), device)
+        later = move.cached - job.first_block * self.block_size - job.size
+        moved[..., : job.retain] *= (PRIOR + later) / ages[offsets[..., : job.retain]]
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
 
     def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
-        longer = kv_lengths[: len(self.tables)] - kv_lengths[0]
-        write_rows(inputs.array("window_start"), self.window_starts(table_slots, longer), padding=NEVER)
+        starts = np.broadcast_to(self.window_start[table_slots], (len(self.tables), len(table_slots)))
+        write_rows(inputs.array("window_start"), starts, padding=NEVER)
 
     def attend(self, attention: PassAttention) -> None:
         inputs = attention.inputs
@@ -226,7 +196,7 @@ class ObservedScores(StepFeature):
         chunks, begin = [], 0
         lengths = tables.kv_lengths(batch.table_slots).tolist()
         for i, (state, count, length) in enumerate(zip(batch.states, batch.num_tokens, lengths, strict=True)):
-            start = int(self.window_starts(state.table_slot, length - state.cached_length))
+            start = int(self.window_start[state.table_slot])
             if start < length + count and (count > 1 or not self.backend.scores_windows):
                 chunks.append(ScoredChunk(i, begin, begin + count, length, start))
             begin += count
