@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.layer_inputs import LayerInputs
-from kvllm.kernels.score_windows import KeptScores, window_of
+from kvllm.kernels.observed_scores import KeptScores
 from kvllm.kernels.tiles import (
     SEGMENT,
     add_sinks,
@@ -168,7 +168,7 @@ def _attend_segments(
     first_segments,
     sequences,
     observed_scores,
-    window_start,
+    scored_from,
     query_stride,
     num_sequences,
     table_stride,
@@ -185,8 +185,7 @@ def _attend_segments(
     MAX_SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCORED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
@@ -209,9 +208,9 @@ def _attend_segments(
         query = tl.load(queries + query_offsets, mask=mask, other=0.0)
         table = tables + tl.cast(sequence, tl.int64) * table_stride
         first_row = tl.cast(sequence, tl.int64) * (KV_HEADS * GROUP) + query_head
-        observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
-        if STRIDE:
-            _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
+        observed_begin = 0  # the first KV pair whose score is wanted
+        if SCORED:
+            observed_begin = tl.load(scored_from + sequence)
         oldest = _oldest(length, WINDOW)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -319,7 +318,7 @@ def paged_decode(
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
-    kept: where the scores of windows are written, if these are wanted; not beside `observed`.
+    kept: where scores are written, if these are wanted; not beside `observed`.
     output: contiguous, the shape and dtype of the queries.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
@@ -356,7 +355,7 @@ def paged_decode(
         partials.first_segments,
         partials.sequences,
         scores,
-        kept.window_start if kept else inputs.last_kv_index,
+        kept.scored_from if kept else inputs.last_kv_index,
         queries.stride(0),
         num_sequences,
         inputs.block_tables.stride(0),
@@ -365,8 +364,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         TILE=kv_pairs_per_tile(queries.dtype, head_dim),
         OBSERVED=scores is not partials.total,
-        STRIDE=kept.stride if kept else 0,
-        OVERLAP=kept.overlap if kept else 0,
+        SCORED=kept is not None,
         SOFT_CAP=inputs.base_2_soft_cap,
         num_stages=stages(head_dim),
         **shape,

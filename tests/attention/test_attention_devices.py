@@ -84,11 +84,11 @@ def test_quantized_caches(kv_cache_dtype: str, dtype: torch.dtype, device: str) 
 
 @DEVICES
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_FORMATS])
-def test_scores_of_windows(kv_cache_dtype: str, device: str) -> None:
+def test_observed_scores(kv_cache_dtype: str, device: str) -> None:
     """What a decode adds to them."""
     scored = [(0, 0), (95, 16), (111, 16), (700, 640), (1500, 512)]
     options = {"head_dim": 128, "kv_cache_dtype": kv_cache_dtype}
-    case = attention_cases.make_scored_case(attention_cases.WINDOWS[1], scored, **options)
+    case = attention_cases.make_scored_case(scored, **options)
     expected, moved = attention_cases.dense_scores(case), case.to(device)
     assert case.cache.scores is not None and moved.cache.scores is not None
     before = case.cache.scores.double()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBatch
 from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "holes": lambda: {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)},
     "observed": lambda: {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)},
-    "windows": lambda: {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)},
+    "scores": lambda: {"scored_from": ints(2)},
 }
 
 
@@ -158,12 +158,9 @@ def launch_batch(num_sequences: int) -> None:
 
     holes: dict[str, Any] = {"packed_len": ints(num_sequences), "head_lengths": ints(2, num_sequences, 1)}
     observed: dict[str, Any] = {"table_slots": ints(num_sequences), "mass": torch.zeros(2, num_sequences, 1, 4096)}
-    windows: dict[str, Any] = {
-        "window_start": ints(num_sequences),
-        "windows": ScoreWindows(768, 768, 736, squared=True),
-    }
+    scored: dict[str, Any] = {"scored_from": ints(num_sequences)}
     quantized = ((KV_FORMATS["int8"], ({}, holes)), (KV_FORMATS["int6_int4_hadamard"], ({},)))
-    for kv_format, every in ((None, ({}, holes, observed, windows)), *quantized):
+    for kv_format, every in ((None, ({}, holes, observed, scored)), *quantized):
         shape = CacheShape(2, 1, 128, 16, torch.bfloat16, kv_format=kv_format, scored=kv_format is None)
         cache = PagedKVCache(shape, 4)
         backend, operations = TritonBackend(cache, 4, 0.1), GpuOperations(cache, compiled=False)

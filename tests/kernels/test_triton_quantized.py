@@ -64,11 +64,10 @@ def attention_matches_dense(name: str) -> None:
 
 
 def scores_that_methods_see(name: str) -> None:
-    """Those of windows, and the attention mass, follow from keys as attention has them."""
+    """Observed scores, and the attention mass, follow from keys as attention has them."""
     from kvllm.kernels.codes import as_kernels_read
 
-    windows = attention_cases.WINDOWS[1]
-    case = attention_cases.make_scored_case(windows, [(95, 16), (111, 16)], head_dim=32, kv_cache_dtype=name)
+    case = attention_cases.make_scored_case([(95, 16), (111, 16)], head_dim=32, kv_cache_dtype=name)
     expected = attention_cases.dense_scores(case)
     case.run("triton")
     torch.testing.assert_close(case.cache.scores.double(), expected, atol=1e-5, rtol=1e-5)
