@@ -310,7 +310,7 @@ def _tensors(
 
 
 def _split_heads(
-    name: str, parameter: torch.nn.Parameter, asked: Type, config: Any
+    name: str, parameter: torch.Tensor, asked: Type, config: Any
 ) -> Iterator[tuple[str, np.ndarray, Type]]:
     """DeepseekV2Model.modify_tensors: keys and values of each head, keys transposed."""
     heads = parameter.data.view(config.num_attention_heads, -1, config.kv_lora_rank)
