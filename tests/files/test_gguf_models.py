@@ -297,7 +297,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
     with pytest.raises(
-        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs falcon-h1,"
+        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs deepseek2,"
     ):
         load_model_config(path)
     name = b"blk.0.ffn_up.weight"
