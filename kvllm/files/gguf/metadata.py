@@ -21,6 +21,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.temperature_scale": (0,),
     "attention.shared_kv_layers": (0,),
+    "attention.indexer.top_k": (0,),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
@@ -102,8 +103,8 @@ def base_config(data: Metadata, computed: Collection[str] = (), **given: int) ->
     if not data.has(EMBEDDING) or len(data.header.tensors[EMBEDDING].shape) != 2:
         raise CheckpointError(f"it has no matrix {EMBEDDING}")
     hidden, heads = data.number("embedding_length"), data.number("attention.head_count")
-    head_dim = data.number("attention.key_length", None) or hidden // max(1, heads)
-    if data.number("attention.value_length", head_dim) != head_dim:
+    head_dim = given.get("head_dim") or data.number("attention.key_length", None) or hidden // max(1, heads)
+    if "head_dim" not in given and data.number("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{data.architecture}.attention.value_length is not key_length, {head_dim}")
     rotated = data.number("rope.dimension_count", head_dim)
     return {
