@@ -104,6 +104,7 @@ QWEN_EXPERTS = {
     **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS},
 }
 ARCHITECTURES = {
+    "cohere2": Architecture(config.cohere2),
     "falcon-h1": Architecture(
         config.falcon_h1,
         {
