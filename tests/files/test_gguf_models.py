@@ -32,7 +32,7 @@ NAMES = (
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
     *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "gemma4-experts"),
-    *("falcon-h1", "falcon-h1-norm", "deepseek-v3", "deepseek-v3-one-group-sharded", "glm4-moe-lite"),
+    *("falcon-h1", "falcon-h1-norm", "deepseek-v3", "deepseek-v3-one-group-sharded", "glm4-moe-lite", "cohere2"),
 )
 QUANTIZED = (
     *(("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4)),
@@ -297,7 +297,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
     with pytest.raises(
-        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs deepseek2,"
+        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs cohere2,"
     ):
         load_model_config(path)
     name = b"blk.0.ffn_up.weight"

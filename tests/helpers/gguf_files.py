@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tests.helpers.gguf_quantizers import fitting, quantize
 
 NAMES = {
+    "cohere2": "cohere2",
     "deepseek_v3": "deepseek2",
     "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
@@ -41,7 +42,7 @@ NAMES = {
     "qwen3_next": "qwen3next",
     "smollm3": "smollm3",
 }
-WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi3")
+WITH_WINDOWS = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi3")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 WITH_EXPERTS = (
     *("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
@@ -114,7 +115,11 @@ def _write_config(writer: gguf.GGUFWriter, config: Any, split_heads: bool) -> No
         _write_latent(writer, config, split_heads)
     else:
         _write_heads(writer, config, rope.get("partial_rotary_factor", 1))
-    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+    if config.model_type == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)

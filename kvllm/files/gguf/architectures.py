@@ -110,6 +110,7 @@ QWEN_EXPERTS = {
     **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS},
 }
 ARCHITECTURES = {
+    "cohere2": Architecture(config.cohere2),
     "deepseek2": Architecture(
         config.deepseek2,
         {

@@ -253,6 +253,17 @@ def _lfm2(data: Metadata) -> dict[str, Any]:
     }
 
 
+def cohere2(data: Metadata) -> dict[str, Any]:
+    eps = data.number("attention.layer_norm_epsilon")
+    return base_config(data, ("logit_scale",), rms_norm_eps=eps) | {
+        "architectures": ["Cohere2ForCausalLM"],
+        "layer_norm_eps": eps,
+        "logit_scale": data.number("logit_scale", 0) or 1.0,
+        "sliding_window": data.number("attention.sliding_window"),
+        "sliding_window_pattern": data.number("attention.sliding_window_pattern", 4),
+    }
+
+
 def smollm3(data: Metadata) -> dict[str, Any]:
     return llama(data) | {"architectures": ["SmolLM3ForCausalLM"]}
 

@@ -94,7 +94,7 @@ class Metadata:
         return tensor in self.header.tensors
 
 
-def base_config(data: Metadata, computed: Collection[str] = (), **given: int) -> dict[str, Any]:
+def base_config(data: Metadata, computed: Collection[str] = (), **given: float) -> dict[str, Any]:
     """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself. given: values of
     keys of which the metadata does not have one for all layers."""
     for key, neutral in NEUTRAL.items():
@@ -116,7 +116,7 @@ def base_config(data: Metadata, computed: Collection[str] = (), **given: int) ->
         "num_key_value_heads": given.get("num_key_value_heads") or data.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "partial_rotary_factor": None if rotated == head_dim else rotated / max(1, head_dim),
-        "rms_norm_eps": data.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": given.get("rms_norm_eps") or data.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": data.number("context_length"),
         "is_causal": data.values.get(f"{data.architecture}.attention.causal", True),
         "tie_word_embeddings": not data.has(HEAD),
