@@ -14,7 +14,6 @@ from kvllm.compression.mass import Softmax
 from kvllm.errors import CheckpointError
 from kvllm.models.config import load_model_config
 from kvllm.models.loader import load_model
-from kvllm.models.parts import normalized
 from kvllm.models.rotary import rotary_frequencies
 from kvllm.parallel import SingleRank
 
@@ -60,7 +59,7 @@ class DenseModel:
         """What each layer has of a text, and the normalized hidden states `[T, hidden_size]` after the last."""
         positions = torch.arange(len(token_ids), device=self.device)
         residual = self.model.embedding.forward(torch.tensor(token_ids, device=self.device))
-        x, runs = normalized(residual, self.norms[0], self.model.eps), []
+        x, runs = self.layers[0].normalized(residual, self.norms[0]), []
         for i, layer in enumerate(self.layers):
             queries, keys, values = self.model.attentions[i].project(x, positions)
             runs.append(LayerRun(residual.clone(), queries, keys, values))

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvllm.models.base import Family
 
 MODELS = {
+    "Cohere2ForCausalLM": "cohere2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "FalconH1ForCausalLM": "falcon_h1",
     "Gemma2ForCausalLM": "gemma2",

@@ -18,7 +18,7 @@ from kvllm.lora.product import PassAdapters
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
-from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, TokenMixer, norm_weight, normalized
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, TokenMixer, norm_weight
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
@@ -166,7 +166,7 @@ class Decoder:
         """
         self.adapters.rows = attention.adapters
         residual = self.embed(token_ids)
-        x = normalized(residual, self.layers[0].input_norm, self.eps)
+        x = self.layers[0].normalized(residual, self.layers[0].input_norm)
         last, last_visited = len(self.layers) - 1, len(self.attentions) - 1
         for index, layer in enumerate(self.layers):
             if visit is None:

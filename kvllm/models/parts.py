@@ -240,6 +240,10 @@ class DecoderLayer:
         self.attention.allocate(packing)
         self.mlp.allocate(packing)
 
+    def normalized(self, residual: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """What the model's first layer reads: the residual `[T, hidden_size]`, or its norm."""
+        return normalized(residual, norm, self.eps)
+
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         """All that follows attention.
 

@@ -17,7 +17,7 @@ LENGTH, BEGIN = 30, 12
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "qwen3-named-windows", "gemma2", "gemma3", "gpt-oss", "olmo2", "granite"]
+    "name", ["llama-biases", "qwen3-named-windows", "gemma2", "gemma3", "gpt-oss", "olmo2", "granite", "cohere2"]
 )
 @torch.no_grad()
 def test_predictions_are_those_of_transformers(name: str, tmp_path: Path) -> None:

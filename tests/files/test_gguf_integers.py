@@ -19,6 +19,7 @@ from kvllm.files.gguf.integers import FORMS, decode
 from kvllm.files.groups import GroupForm
 from kvllm.models.base import Decoder
 from kvllm.models.experts import ExpertsMLP
+from kvllm.models.latent_attention import LatentAttention
 from kvllm.models.parts import GatedMLP
 from kvllm.models.qwen3_5 import GatedDeltaNet
 from kvllm.parallel import SingleRank
@@ -135,6 +136,18 @@ def test_value_heads_of_linear_attention(tmp_path: Path, size: int) -> None:
     mixer = model.layers[0].attention
     assert isinstance(mixer, GatedDeltaNet) and mixer.inputs.form == FORMS["Q8_0"]
     assert mixer.out.weight.form == (FORMS["Q8_0"] if size == 32 else None)
+
+
+@pytest.mark.parametrize("q_rank", [256, None])
+def test_latent_attention(tmp_path: Path, q_rank: int | None) -> None:
+    """What is multiplied head by head is expanded, and the rest is not."""
+    sizes = {"q_lora_rank": q_rank, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    make(tmp_path / "model.gguf", Type.Q8_0, "deepseek-v3", **sizes, moe_intermediate_size=64)
+    model = assert_close_to_expanded(tmp_path / "model.gguf", 0.2)
+    attention = model.layers[1].attention
+    assert isinstance(attention, LatentAttention) and attention.heads.dtype == torch.float32
+    held = (attention.inputs, attention.o.weight, *([attention.queries] if attention.queries else ()))
+    assert all(matrix.form == FORMS["Q8_0"] for matrix in held) and len(held) == (3 if q_rank else 2)
 
 
 class SecondRank(SingleRank):

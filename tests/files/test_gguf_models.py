@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -31,24 +32,26 @@ NAMES = (
     *("phi3", "phi3-window", "phi3-partial", "phi4-mini", "phi3-short", "gemma2", "gemma3", "gpt-oss"),
     *("smollm3", "granite", "granite-biases-tied", "glm4", "glm4-moe", "olmo2", "olmo3", "lfm2"),
     *("lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gemma4", "gemma4-packed", "gemma4-experts"),
-    *("falcon-h1", "falcon-h1-norm"),
+    *("falcon-h1", "falcon-h1-norm", "deepseek-v3", "deepseek-v3-one-group-sharded", "glm4-moe-lite", "cohere2"),
 )
 QUANTIZED = (
     *(("llama-tied", Type.Q4_1), ("qwen3-moe", Type.Q8_0), ("gemma3", Type.Q5_0), ("gpt-oss", Type.MXFP4)),
-    *(("qwen3.5", Type.Q8_0), ("gemma4-experts", Type.Q8_0)),
+    *(("qwen3.5", Type.Q8_0), ("gemma4-experts", Type.Q8_0), ("deepseek-v3", Type.Q8_0), ("glm4-moe-lite", Type.Q4_K)),
 )
+LATENT = {"hidden_size": 256, "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 32, "initializer_range": 0.1}
+"""Sizes with whole blocks."""
 
 
 def make(path: Path, name: str, type: Any = Type.F32, **options: Any) -> torch.nn.Module:
     """Write `path`, and nothing else, of a family of FAMILIES."""
     folder = path.parent / "transformers"
-    model = make_checkpoint(folder, **FAMILIES[name] | _fitting(name))
+    model = make_checkpoint(folder, **FAMILIES[name] | _fitting(name, type))
     shutil.rmtree(folder)
     write_gguf(path, model, type, **options)
     return model
 
 
-def _fitting(name: str) -> dict[str, Any]:
+def _fitting(name: str, type: Any) -> dict[str, Any]:
     """What a GGUF file can say: Gemma's scores are scaled by the size of its heads, LFM2's MLPs have one, and the sum
     of its experts is not scaled. Value heads have whole groups, and all layers of Qwen3-Next experts."""
     if name == "lfm2":
@@ -57,6 +60,8 @@ def _fitting(name: str) -> dict[str, Any]:
         return {"routed_scaling_factor": 1.0}
     if name.startswith(("qwen3.5", "qwen3-next")):
         return {"linear_value_head_dim": 32, "mlp_only_layers": []}
+    if name in ("deepseek-v3", "glm4-moe-lite") and type != Type.F32:
+        return LATENT
     return {"query_pre_attn_scalar": 16} if name in ("gemma2", "gemma3") else {}
 
 
@@ -95,9 +100,88 @@ def test_greedy_tokens_of_a_file_and_of_a_directory_that_has_it(tmp_path: Path) 
         assert_greedy(path, theirs, quantization="dtype")
 
 
-@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3.5", "gemma4"])
+@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3.5", "gemma4", "deepseek-v3", "glm4-moe-lite"])
 def test_greedy_tokens_of_other_layers(tmp_path: Path, name: str) -> None:
     assert_greedy(tmp_path / "model.gguf", make(tmp_path / "model.gguf", name))
+
+
+@pytest.mark.parametrize(("name", "type"), [("deepseek-v3", Type.Q8_0), ("deepseek-v3-one-group-sharded", Type.F32)])
+def test_older_files_of_latent_attention(tmp_path: Path, name: str, type: Type) -> None:
+    """Keys and values of all heads are one matrix, and sizes have other names."""
+    path = tmp_path / "model.gguf"
+    assert_logits_of_transformers(path, make(path, name, type, split_heads=False))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-one-group-sharded", "glm4-moe-lite"])
+def test_the_config_of_latent_attention(tmp_path: Path, name: str, split: bool) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+    yarn |= {"rope_theta": 500.0, "original_max_position_embeddings": 256, "beta_fast": 16.0, "beta_slow": 2.0}
+    changed: dict[str, Any] = {"rms_norm_eps": 2**-20, "routed_scaling_factor": 1.75, "num_nextn_predict_layers": 0}
+    changed |= {"rope_parameters": yarn} if name == "deepseek-v3" else {}
+    model = make_checkpoint(tmp_path / "transformers", **FAMILIES[name] | changed)
+    expected = load_model_config(tmp_path / "transformers")
+    write_gguf(tmp_path / "model.gguf", model, split_heads=split)
+    found = load_model_config(tmp_path / "model.gguf")
+    assert found == msgspec.structs.replace(expected, architecture="DeepseekV3ForCausalLM")
+    assert (found.softmax_scale != (12 + 8) ** -0.5) == (name == "deepseek-v3")
+
+
+def test_keys_and_values_of_heads_are_as_in_the_checkpoint(tmp_path: Path) -> None:
+    theirs = make(tmp_path / "model.gguf", "deepseek-v3").state_dict()
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    with open_checkpoint(tmp_path).open_tensors() as found:
+        assert found[name].shape == theirs[name].shape
+        for rows in (slice(None), slice(5, 40), slice(64, 256), torch.tensor([200, 3, 31, 3, 32])):
+            assert torch.equal(found[name].read(rows), theirs[name][rows])
+
+
+def without_function(writer: gguf.GGUFWriter) -> None:
+    del writer.kv_data[0]["deepseek2.expert_gating_func"]
+
+
+def test_the_function_of_experts_of_latent_attention(tmp_path: Path) -> None:
+    """First files of GLM-4.7-Flash name none, nor do those of DeepSeek-V2, whose experts have no biases."""
+    path = tmp_path / "model.gguf"
+    make(path, "glm4-moe-lite", change=without_function)
+    assert load_model_config(path).experts is not None
+    path.write_bytes(path.read_bytes().replace(b"exp_probs_b", b"exp_probs_x"))
+    with pytest.raises(CheckpointError, match=r"deepseek2.expert_gating_func is 1: kvllm computes 2, of 1, softmax,"):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_gating_func", 1, "expert_gating_func is 1: kvllm computes 2, of 1, softmax, and 2, sigmoid"),
+        ("attention.indexer.top_k", 2048, "attention.indexer.top_k is 2048, which kvllm does not support"),
+        ("attention.temperature_scale", 0.1, "attention.temperature_scale is 0.1"),
+        ("attention.kv_lora_rank", 1 << 40, "head_dim is 1099511627784, but must be at least 1"),
+        ("attention.q_lora_rank", -5, "sizes of latent attention are "),
+        ("attention.key_length_mla", 3, "sizes of latent attention are .24, 8, -5, "),
+        ("attention.value_length_mla", (1 << 63) - 1, "sizes of latent attention are "),
+        ("attention.value_length_mla", 1.5, "v_head_dim"),
+        ("rope.dimension_count", 7, "head_dim is 31, but rotary embedding needs a positive even number"),
+        ("rope.scaling.yarn_log_multiplier", float("nan"), "yarn_log_multiplier is nan, but must be a number"),
+        ("expert_count", 0, "num_experts|expert"),
+        ("expert_count", (1 << 63) - 1, "expert"),
+        ("expert_group_count", 3, "n_group is 3 and topk_group 2"),
+        ("expert_group_used_count", 1 << 40, "n_group is 4 and topk_group 1099511627776"),
+        ("expert_shared_count", -1, "n_shared_experts is -1"),
+        ("nextn_predict_layers", 3, "block_count says 0 layers"),
+    ],
+)
+def test_numbers_of_latent_attention_that_are_not_computed(
+    tmp_path: Path, key: str, value: float, message: str
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        kind = gguf.GGUFValueType.FLOAT64 if isinstance(value, float) else gguf.GGUFValueType.INT64
+        writer.add_key_value(f"deepseek2.{key}", value, kind)
+
+    path = tmp_path / "model.gguf"
+    make(path, "deepseek-v3", change=change)
+    with pytest.raises(CheckpointError, match=rf"^{path}: .*({message})"):
+        load_model_config(path)
 
 
 def test_a_layer_that_predicts_later_tokens_is_left_out(tmp_path: Path) -> None:
@@ -213,7 +297,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
     with pytest.raises(
-        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs falcon-h1,"
+        CheckpointError, match="unsupported architecture 'mamba' .*: of GGUF files, kvllm runs cohere2,"
     ):
         load_model_config(path)
     name = b"blk.0.ffn_up.weight"

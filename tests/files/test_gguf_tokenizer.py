@@ -124,11 +124,25 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("qwen35", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
         ("glm4", ["x", " =", " ", " ", "202", "4", "!\n\n", "I", "'LL", " don", "'t"]),
         ("gpt-4o", ["x", " =", " ", " ", "202", "4", "!\n\n", "I'LL", " don't"]),
+        ("kimi-k2", ["x", " =", " ", " ", "202", "4", "!\n\n", "I'LL", " don't"]),
+        ("deepseek-v3", ["x", " =", "  ", "202", "4", "!\n\n", "I", "'LL", " don", "'t"]),
     ],
 )
 def test_words_of_each_way_to_split(tmp_path: Path, pre: str, expected: list[str]) -> None:
     ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(byte_level("chat"), pre)))
     assert words(ours, "x =  2024!\n\nI'LL don't") == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("kimi-k2", ["中文字", " ", "日本語", "の", "ABC", "123", "4", " $", "x", "\té"]),
+        ("deepseek-v3", ["中文字", " ", "日本語の", "ABC", "123", "4", " $", "x", "\té"]),
+    ],
+)
+def test_words_of_chinese(tmp_path: Path, pre: str, expected: list[str]) -> None:
+    ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(byte_level("chat"), pre)))
+    assert words(ours, "中文字 日本語のABC1234 $x\té") == expected
 
 
 def test_words_of_qwen_3_5_keep_their_marks(tmp_path: Path) -> None:

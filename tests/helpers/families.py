@@ -13,6 +13,7 @@ DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 OSS_YARN = {**YARN, "truncate": False}
 MINISTRAL3 = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3 = {"family": "phi3", "pad_token_id": 0}
+COHERE2 = {"family": "cohere2", "pad_token_id": 0, "logit_scale": 0.4}
 EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
 DELTA = {
     "initializer_range": 0.15,  # states add up what is rounded
@@ -236,6 +237,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite4": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4, "position_embedding_type": "rope"},
     "granite4-without-rope": {"family": "granitemoehybrid", **MULTIPLIERS, **GRANITE4},
+    "cohere2": {**COHERE2, "num_hidden_layers": 5, "sliding_window": 7},
+    "cohere2-biases-named-layers": {
+        **COHERE2,
+        "sliding_window": 600,
+        "layer_types": [FULL, SLIDING, FULL],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN,
+    },
     "olmo2": {"family": "olmo2", "num_key_value_heads": None},
     "olmo2-biases-sharded": {"family": "olmo2", "attention_bias": True, "sharded": True, "rope_parameters": LLAMA3},
     "olmo3": {

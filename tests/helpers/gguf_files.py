@@ -15,12 +15,15 @@ from gguf import GGMLQuantizationType as Type
 from tests.helpers.gguf_quantizers import fitting, quantize
 
 NAMES = {
+    "cohere2": "cohere2",
+    "deepseek_v3": "deepseek2",
     "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "lfm2": "lfm2",
@@ -39,8 +42,12 @@ NAMES = {
     "qwen3_next": "qwen3next",
     "smollm3": "smollm3",
 }
-WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi3")
-WITH_EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
+WITH_WINDOWS = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "phi3")
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+WITH_EXPERTS = (
+    *("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    *LATENT,
+)
 NORMS_PLUS_ONE = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 ROUTERS = (
@@ -71,19 +78,21 @@ def write_gguf(
     type: Type | Callable[[str], Type] = Type.F32,
     *,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
+    split_heads: bool = True,
     **writer_options: Any,
 ) -> None:
     """Write the model, its matrices in a type, and give it the weights that they mean then.
 
     type: of all, or by a tensor's name in transformers. What has no whole blocks gets the type that llama.cpp gives it.
-    change: adds to the metadata. writer_options: of GGUFWriter, such as `split_max_tensors`.
+    change: adds to the metadata. split_heads: of latent attention, the keys and values of heads are two matrices, as in
+        all newer files. writer_options: of GGUFWriter, such as `split_max_tensors`.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, NAMES[config.model_type], **writer_options)
-    _write_config(writer, config)
+    _write_config(writer, config, split_heads)
     if change is not None:
         change(writer)
-    for name, raw, kind in _tensors(model, type):
+    for name, raw, kind in _tensors(model, type, split_heads):
         writer.add_tensor(name, np.ascontiguousarray(raw), raw_dtype=None if kind == Type.F32 else kind)
     for name, factors in _rope_factors(config):
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -93,7 +102,7 @@ def write_gguf(
     writer.close()
 
 
-def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: Any, split_heads: bool) -> None:
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_context_length(config.max_position_embeddings)
@@ -102,15 +111,24 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     if config.model_type == "gemma4_text":
         _write_gemma4(writer, config)
+    elif config.model_type in LATENT:
+        _write_latent(writer, config, split_heads)
     else:
         _write_heads(writer, config, rope.get("partial_rotary_factor", 1))
-    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+    if config.model_type == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope["rope_type"] in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "longrope":
@@ -131,12 +149,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", *LATENT):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        dense = getattr(config, "mlp_layer_types", []).count("dense")
+        writer.add_leading_dense_block_count(dense or config.first_k_dense_replace)
     if config.model_type == "lfm2_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(config.num_dense_layers)
@@ -174,6 +193,28 @@ def _write_heads(writer: gguf.GGUFWriter, config: Any, rotated: float) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rotated))
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: Any, split_heads: bool) -> None:
+    """As DeepseekV2Model.set_gguf_parameters of llama.cpp's converter, and as it was before it split heads."""
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_head_count_kv(1 if split_heads else config.num_attention_heads)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim if split_heads else key)
+    writer.add_value_length(config.kv_lora_rank if split_heads else value)
+    if split_heads:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.n_group > 1:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if strength := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * strength)
 
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -228,7 +269,9 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, Any]]:
         yield "rope_freqs.weight", factors
 
 
-def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iterator[tuple[str, np.ndarray, Type]]:
+def _tensors(
+    model: torch.nn.Module, type: Type | Callable[[str], Type], split_heads: bool
+) -> Iterator[tuple[str, np.ndarray, Type]]:
     """Names, blocks and types of all tensors."""
     config: Any = model.config
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES[config.model_type]]
@@ -242,6 +285,9 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         convolution = name.endswith(("conv.conv.weight", "conv1d.weight"))
         quantized = parameter.dim() > 1 and "bias" not in name and not name.endswith(ROUTERS) and not convolution
         asked = type if isinstance(type, Type) else type(name)
+        if split_heads and name.endswith("kv_b_proj.weight"):
+            yield from _split_heads(name, parameter, asked, config)
+            continue
         kind = fitting(asked, rows.shape[-1]) if quantized else Type.F32
         raw = quantize(rows.contiguous().numpy(), kind)
         values = torch.from_numpy(gguf.dequantize(raw, kind)).view_as(rows)
@@ -266,6 +312,19 @@ def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iter
         assert found is not None, name
         found += "" if found.endswith((".weight", ".bias", ".scale", ".ssm_a", ".ssm_d", ".ffn_norm")) else ".weight"
         yield found, _converted(found, raw, config), kind
+
+
+def _split_heads(
+    name: str, parameter: torch.Tensor, asked: Type, config: Any
+) -> Iterator[tuple[str, np.ndarray, Type]]:
+    """DeepseekV2Model.modify_tensors: keys and values of each head, keys transposed."""
+    heads = parameter.data.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+    for part, matrices in (("k", keys.transpose(1, 2)), ("v", values)):
+        kind = fitting(asked, matrices.shape[-1])
+        raw = quantize(matrices.contiguous().numpy(), kind)
+        matrices.copy_(torch.from_numpy(gguf.dequantize(raw, kind)).view_as(matrices))
+        yield f"blk.{name.split('.')[2]}.attn_{part}_b.weight", raw, kind
 
 
 def _converted(name: str, raw: np.ndarray, config: Any) -> np.ndarray:

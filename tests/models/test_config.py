@@ -331,6 +331,9 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, but num_hidden_layers is 5"),
         ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": ...}, "interval is 0, but must be at least 1"),
+        ("cohere2", {"sliding_window_pattern": 0, "layer_types": ...}, "pattern is 0, but must be at least 1"),
+        ("cohere2", {"sliding_window": None, "layer_types": ...}, "but sliding_window is not given"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale is 0.0, but must be at least 0.0001 and at most 10000"),
         (
             "olmo3",
             {"rope_parameters": {"rope_type": "default"}},

@@ -42,6 +42,7 @@ CASES = (
     "deepseek-v3",
     "granite",
     "granite4",
+    "cohere2",
     "olmo2",
     "olmo3",
     "phi4-mini",

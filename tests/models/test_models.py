@@ -118,7 +118,7 @@ def test_recomputed_queries_are_those_of_the_forward_pass(checkpoint: tuple[Path
     assert len(paged.backend.queries[last]) == 14 * runs[last], "attention ran in the last layer"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "cohere2"])
 @pytest.mark.parametrize("dtype", [ORDERED_FLOAT32, torch.bfloat16])
 def test_batch_mates_do_not_change_a_token(tmp_path: Path, dtype: torch.dtype, family: str) -> None:
     """Bit for bit, with sums longer than oneDNN treats alike for one row and for several."""

@@ -150,7 +150,7 @@ class Recorder:
         assert 0 < sum(counts.right) < counts.tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe", "glm4-moe-lite"])
 def test_a_gguf_file_drafts_as_the_checkpoint(tmp_path: Path, name: str) -> None:
     file, found = write_with_mtp(tmp_path / "model.gguf", name), []
     for path in (file, tmp_path / "transformers"):

@@ -9,7 +9,7 @@ from typing import Any
 from kvllm.errors import CheckpointError
 from kvllm.files.gguf import changes, config
 from kvllm.files.gguf.metadata import VECTORS, Metadata
-from kvllm.files.gguf.tensors import ExpertStack, GGUFTensor
+from kvllm.files.gguf.tensors import ExpertStack, GGUFTensor, HeadProjections, RenamedTensor
 
 TOP = {
     "token_embd": "model.embed_tokens",
@@ -50,7 +50,7 @@ class Architecture:
     config: makes the keys of `config.json`. names: beside those of TOP and LAYER, or instead. whole: of tensors without
         a suffix here, by the name there with its suffix or without. undo: what llama.cpp's converter has done.
     experts: the name of a matrix of one expert, by that of the tensor of all.
-    stacked: all experts have one tensor here, too, of several tensors there.
+    stacked: tensors here of several tensors there, which `stack` puts together: those of all experts, too.
     joined: one tensor there that is several here, with the names that these would have there.
     mtp: names in the layer after the last one, which is called `mtp` here; empty where it is called as the others.
     """
@@ -61,11 +61,17 @@ class Architecture:
     undo: changes.Undo = changes.as_it_is
     experts: dict[str, str] = field(default_factory=dict)
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    stack: type[ExpertStack | HeadProjections] = ExpertStack
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
     mtp: dict[str, str] = field(default_factory=dict)
 
 
 PROJECTIONS = ("gate", "up", "down")
+SHARED_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS},
+}
+CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in PROJECTIONS}
 W = {"gate": 1, "up": 3, "down": 2}
 """Numbers of projections that are called w1, w2 and w3."""
@@ -104,6 +110,20 @@ QWEN_EXPERTS = {
     **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in PROJECTIONS},
 }
 ARCHITECTURES = {
+    "cohere2": Architecture(config.cohere2),
+    "deepseek2": Architecture(
+        config.deepseek2,
+        {
+            **{f"attn_{name}": f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv_b")},
+            **{f"attn_{name}_a_norm": f"self_attn.{name}_a_layernorm" for name in ("q", "kv")},
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            **SHARED_EXPERTS,
+        },
+        whole=CORRECTION,
+        experts=EXPERTS,
+        stacked={"self_attn.kv_b_proj.weight": ("attn_k_b", "attn_v_b")},
+        stack=HeadProjections,
+    ),
     "falcon-h1": Architecture(
         config.falcon_h1,
         {
@@ -155,10 +175,9 @@ ARCHITECTURES = {
         config.glm4_moe,
         {
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.gate",
-            **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS},
+            **SHARED_EXPERTS,
         },
-        whole={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        whole=CORRECTION,
         experts=EXPERTS,
     ),
     "gpt-oss": Architecture(
@@ -223,7 +242,7 @@ def find_architecture(name: Any) -> Architecture:
 
 def renamed(
     architecture: Architecture, tensors: dict[str, GGUFTensor], keys: dict[str, Any]
-) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
+) -> Iterator[tuple[str, RenamedTensor]]:
     """The tensors as transformers has them, with their names there. keys: of the config."""
     last = f"model.layers.{keys['num_hidden_layers']}."
     for name, tensor in _renamed(architecture, tensors, keys):
@@ -236,7 +255,7 @@ def renamed(
 
 def _renamed(
     architecture: Architecture, tensors: dict[str, GGUFTensor], keys: dict[str, Any]
-) -> Iterator[tuple[str, GGUFTensor | ExpertStack]]:
+) -> Iterator[tuple[str, RenamedTensor]]:
     """The same, with all layers called alike."""
     stacks: dict[str, dict[str, GGUFTensor]] = {}
     for name, tensor in _separate(architecture, tensors):
@@ -270,9 +289,11 @@ def _separate(architecture: Architecture, tensors: dict[str, GGUFTensor]) -> Ite
             yield name.replace(f".{module}.", f".{part}."), tensor
 
 
-def _stacked(architecture: Architecture, place: str, parts: dict[str, GGUFTensor]) -> Iterator[tuple[str, ExpertStack]]:
+def _stacked(
+    architecture: Architecture, place: str, parts: dict[str, GGUFTensor]
+) -> Iterator[tuple[str, RenamedTensor]]:
     prefix, suffix = place.split(" ")
     for name, needed in architecture.stacked.items():
         found = tuple(parts[part] for part in needed if part in parts)
-        if len(found) == len(needed) and len({part.shape for part in found}) == 1 and len(found[0].shape) in (2, 3):
-            yield f"{prefix}.{name}" + ("_bias" if suffix == "bias" else ""), ExpertStack(found)
+        if len(found) == len(needed) and architecture.stack.fits(found):
+            yield f"{prefix}.{name}" + ("_bias" if suffix == "bias" else ""), architecture.stack(found)

@@ -15,7 +15,7 @@ from kvllm.files.gguf.paths import all_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvllm.files.gguf.tensors import ExpertStack, GGUFTensor
+    from kvllm.files.gguf.tensors import GGUFTensor, RenamedTensor
 
 LONGEST_VECTOR = 1 << 12
 """Numbers of a tensor that the config has, one for each frequency of RoPE."""
@@ -56,7 +56,7 @@ class GGUFCheckpoint:
         return {}
 
     @contextmanager
-    def open_tensors(self) -> Iterator[dict[str, GGUFTensor | ExpertStack]]:
+    def open_tensors(self) -> Iterator[dict[str, RenamedTensor]]:
         from kvllm.files.gguf.architectures import find_architecture, renamed
 
         config = self.config()  # which checks the architecture and the types

@@ -52,19 +52,66 @@ def glm4(data: Metadata) -> dict[str, Any]:
 def glm4_moe(data: Metadata) -> dict[str, Any]:
     config = base_config(data, ("expert_shared_count", "expert_weights_scale", "nextn_predict_layers"))
     _check_router(data, SIGMOID)
-    return config | {
-        "architectures": ["Glm4MoeForCausalLM"],
+    return (
+        config
+        | _experts_beside_an_mlp(data)
+        | {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "attention_bias": data.has("blk.0.attn_q.bias"),
+            "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
+            "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
+        }
+    )
+
+
+def deepseek2(data: Metadata) -> dict[str, Any]:
+    """DeepSeek-V3, and what llama.cpp calls so, too, and is the same with other numbers, such as GLM-4.7-Flash.
+
+    Where keys and values of heads are two matrices, `key_length` is that of the cache, and the heads' has a name of its
+    own.
+    """
+    computed = (
+        *("expert_shared_count", "expert_group_count", "expert_weights_scale", "nextn_predict_layers"),
+        "rope.scaling.yarn_log_multiplier",
+    )
+    rotated = data.number("rope.dimension_count")
+    config = base_config(data, computed, head_dim=rotated)
+    # Without a function, DeepSeek-V2's: that of GLM-4.7-Flash was not written at first.
+    corrected = any(".exp_probs_b" in name for name in data.header.tensors)
+    _check_router(data, SIGMOID, default=SIGMOID if corrected else SOFTMAX)
+    key, value = (
+        data.number(f"attention.{name}_length_mla", 0) or data.number(f"attention.{name}_length")
+        for name in ("key", "value")
+    )
+    strength = round(10 * data.number("rope.scaling.yarn_log_multiplier", 0), 6)  # a tenth is in the file
+    if config["rope_scaling"] and strength:
+        config["rope_scaling"] |= {"mscale": strength, "mscale_all_dim": strength}
+    return (
+        config
+        | _experts_beside_an_mlp(data)
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "q_lora_rank": data.number("attention.q_lora_rank", 0) or None,
+            "kv_lora_rank": data.number("attention.kv_lora_rank"),
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": key - rotated,
+            "v_head_dim": value,
+            "n_group": data.number("expert_group_count", 0) or 1,
+            "topk_group": data.number("expert_group_used_count", 0) or 1,
+        }
+    )
+
+
+def _experts_beside_an_mlp(data: Metadata) -> dict[str, Any]:
+    return {
         "num_hidden_layers": data.layers(),
         "num_nextn_predict_layers": data.number("nextn_predict_layers", 0) or None,
-        "attention_bias": data.has("blk.0.attn_q.bias"),
-        "partial_rotary_factor": config["partial_rotary_factor"] or 1.0,
-        "use_qk_norm": data.has("blk.0.attn_q_norm.weight"),
         "n_routed_experts": data.number("expert_count"),
         "n_shared_experts": data.number("expert_shared_count"),
         "num_experts_per_tok": data.number("expert_used_count"),
         "moe_intermediate_size": data.number("expert_feed_forward_length"),
-        "norm_topk_prob": data.values.get("glm4moe.expert_weights_norm", False),
-        "routed_scaling_factor": data.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": data.values.get(f"{data.architecture}.expert_weights_norm", False),
+        "routed_scaling_factor": data.number("expert_weights_scale", 0) or 1.0,
         "first_k_dense_replace": data.number("leading_dense_block_count", 0),
     }
 
@@ -203,6 +250,17 @@ def _lfm2(data: Metadata) -> dict[str, Any]:
         "conv_L_cache": data.number("shortconv.l_cache"),
         "layer_types": ["full_attention" if number else "conv" for number in kv_heads],
         "norm_eps": config["rms_norm_eps"],
+    }
+
+
+def cohere2(data: Metadata) -> dict[str, Any]:
+    eps = data.number("attention.layer_norm_epsilon")
+    return base_config(data, ("logit_scale",), rms_norm_eps=eps) | {
+        "architectures": ["Cohere2ForCausalLM"],
+        "layer_norm_eps": eps,
+        "logit_scale": data.number("logit_scale", 0) or 1.0,
+        "sliding_window": data.number("attention.sliding_window"),
+        "sliding_window_pattern": data.number("attention.sliding_window_pattern", 4),
     }
 
 
@@ -346,9 +404,10 @@ def _layer_types(pattern: Iterable[bool]) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _check_router(data: Metadata, computed: int = SOFTMAX) -> None:
-    function = data.number("expert_gating_func", computed)
-    if function not in (0, computed):
+def _check_router(data: Metadata, computed: int = SOFTMAX, default: int | None = None) -> None:
+    """default: the function of a file that names none, if not what is computed."""
+    function = data.number("expert_gating_func", 0) or default or computed
+    if function != computed:
         raise CheckpointError(
             f"{data.architecture}.expert_gating_func is {function}: kvllm computes {computed}, of "
             f"{SOFTMAX}, softmax, and {SIGMOID}, sigmoid"

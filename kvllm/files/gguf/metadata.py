@@ -21,6 +21,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.temperature_scale": (0,),
     "attention.shared_kv_layers": (0,),
+    "attention.indexer.top_k": (0,),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
@@ -93,7 +94,7 @@ class Metadata:
         return tensor in self.header.tensors
 
 
-def base_config(data: Metadata, computed: Collection[str] = (), **given: int) -> dict[str, Any]:
+def base_config(data: Metadata, computed: Collection[str] = (), **given: float) -> dict[str, Any]:
     """The keys that all architectures share. computed: those of NEUTRAL that this one reads itself. given: values of
     keys of which the metadata does not have one for all layers."""
     for key, neutral in NEUTRAL.items():
@@ -102,8 +103,8 @@ def base_config(data: Metadata, computed: Collection[str] = (), **given: int) ->
     if not data.has(EMBEDDING) or len(data.header.tensors[EMBEDDING].shape) != 2:
         raise CheckpointError(f"it has no matrix {EMBEDDING}")
     hidden, heads = data.number("embedding_length"), data.number("attention.head_count")
-    head_dim = data.number("attention.key_length", None) or hidden // max(1, heads)
-    if data.number("attention.value_length", head_dim) != head_dim:
+    head_dim = given.get("head_dim") or data.number("attention.key_length", None) or hidden // max(1, heads)
+    if "head_dim" not in given and data.number("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{data.architecture}.attention.value_length is not key_length, {head_dim}")
     rotated = data.number("rope.dimension_count", head_dim)
     return {
@@ -115,7 +116,7 @@ def base_config(data: Metadata, computed: Collection[str] = (), **given: int) ->
         "num_key_value_heads": given.get("num_key_value_heads") or data.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "partial_rotary_factor": None if rotated == head_dim else rotated / max(1, head_dim),
-        "rms_norm_eps": data.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": given.get("rms_norm_eps") or data.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": data.number("context_length"),
         "is_causal": data.values.get(f"{data.architecture}.attention.causal", True),
         "tie_word_embeddings": not data.has(HEAD),

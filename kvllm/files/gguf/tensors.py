@@ -114,6 +114,10 @@ class ExpertStack:
 
     dtype = "F32"
 
+    @staticmethod
+    def fits(parts: tuple[GGUFTensor, ...]) -> bool:
+        return len({part.shape for part in parts}) == 1 and len(parts[0].shape) in (2, 3)
+
     @property
     def file(self) -> Path:
         return self.parts[0].file
@@ -144,6 +148,44 @@ class ExpertStack:
     def forget(self) -> None:
         for part in self.parts:
             part.forget()
+
+
+@dataclass(frozen=True)
+class HeadProjections:
+    """What makes keys and values of latents, `[heads * (plain + value), rank]`, each head's keys first, of two tensors:
+    those of keys are `[heads, rank, plain]`, of values `[heads, value, rank]`."""
+
+    parts: tuple[GGUFTensor, ...]
+
+    dtype = "F32"
+
+    @staticmethod
+    def fits(parts: tuple[GGUFTensor, ...]) -> bool:
+        keys, values = (part.shape for part in parts)
+        return len(keys) == len(values) == 3 and keys[:2] == values[::2]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        keys, values = (part.shape for part in self.parts)
+        return (keys[0] * (keys[2] + values[1]), keys[1])
+
+    def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+        rows = torch.arange(self.shape[0])[slice(None) if rows is None else rows]
+        of_head = self.shape[0] // self.parts[0].shape[0]
+        heads, index = (rows // of_head).unique(return_inverse=True)
+        keys, values = (part.read(heads) for part in self.parts)
+        return torch.cat((keys.transpose(1, 2), values), 1)[index, rows % of_head]
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+
+RenamedTensor = GGUFTensor | ExpertStack | HeadProjections
 
 
 def map_file(file: Path) -> torch.Tensor:

@@ -59,6 +59,21 @@ GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+KIMI = (
+    r"\p{Han}+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""One after the other, each on what the earlier ones have left: numbers, then Chinese and Japanese, then the rest."""
 GPT2, DIGITS = "", r"\p{N}"
 """GPT-2's expression is that of `ByteLevel` itself; with DIGITS, each digit is cut out before it."""
 SPLITS = {
@@ -68,6 +83,8 @@ SPLITS = {
     "qwen35": QWEN35,
     "tekken": TEKKEN,
     "gpt-4o": GPT4O,
+    "kimi-k2": KIMI,
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), DEEPSEEK3),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais"), GPT2),
 }
@@ -117,11 +134,13 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int]) -
             f"unsupported way to split texts {name!r:.80} (tokenizer.ggml.pre): kvllm knows {', '.join(SPLITS)}. Give "
             "the directory of another tokenizer with tokenizer=, or prompts as token ids"
         )
-    tokenizer = Tokenizer(models.BPE(**_bpe(metadata, tokens), ignore_merges=name in WHOLE_WORDS))
+    whole_words = name in (*WHOLE_WORDS, "kimi-k2")
+    tokenizer = Tokenizer(models.BPE(**_bpe(metadata, tokens), ignore_merges=whole_words))
     if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()  # as the model's own tokenizer, and not as llama.cpp
     split = SPLITS[name]
-    words = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+    expressions = (split,) if isinstance(split, str) else split
+    words = [pre_tokenizers.Split(Regex(each), "isolated") for each in expressions if each]
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (GPT2, DIGITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, whole])
     tokenizer.decoder = decoders.ByteLevel()
