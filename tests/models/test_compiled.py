@@ -233,4 +233,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     tables = [[one], one, one, one, [one], [one], None, None, [0], [0], [0], None, []]
     rest = [None] * 6 + [[], []]
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
-        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 0, 0, 0, False, 1.0, *rest)
+        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 1.0, *rest)
