@@ -54,7 +54,8 @@ class TritonBackend(AttentionBackend[TritonPlan]):
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
         max_kv_pairs = num_blocks * self.cache.shape.block_size
-        sizes = (self.num_query_heads, max_kv_pairs, self.cache.shape.head_dim)
+        group = self.num_query_heads // self.cache.shape.num_kv_heads
+        sizes = (self.num_query_heads, max_kv_pairs, self.cache.shape.head_dim, group)
         partials = Partials.of(batch.query_start_loc, batch.last_kv_index, *sizes)
         observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index), max_kv_pairs)
         kept = None
@@ -70,6 +71,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
                 self.num_query_heads,
                 self.cache.shape.head_dim,
                 self.cache.shape.dtype,
+                shared=self.cache.shape.shared,
                 ragged=batch.packed_len is not None,
             )
         return TritonPlan(batch, partials, tiles, observed, kept)
@@ -100,6 +102,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             options.window,
             options.soft_cap,
             sinks,
+            self.cache.shape.shared,
         )
         paged_decode(inputs, plan.partials, plan.observed, plan.kept, output)
         if plan.tiles:

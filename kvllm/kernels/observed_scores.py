@@ -87,6 +87,7 @@ def add_squares(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> 
         `[blocks, kv_heads, block_size]`.
     """
     sinks, group = inputs.sinks, inputs.shape["GROUP"]
+    rows = triton.next_power_of_2(group)
     _, kv_heads, block_size = scores.shape
     _add_squares[(kept.scores.shape[0], kv_heads)](
         scores,
@@ -101,8 +102,8 @@ def add_squares(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> 
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,
-        ROWS=triton.next_power_of_2(group),
-        TILE=128,
+        ROWS=rows,
+        TILE=max(16, 128 * 16 // max(16, rows)),
         SINKS=sinks is not None,
         num_warps=4,
     )

@@ -106,9 +106,11 @@ def make_case(
     group: int = 4,
     dtype: torch.dtype = torch.float32,
     kv_cache_dtype: str = "auto",
+    shared: bool = False,
     seed: int = 0,
 ) -> Case:
-    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid.
+    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid. shared:
+    values are the keys.
 
     Keys and values of a quantized cache are what it holds, in float32. `head_dim` is made one that its format can have.
     """
@@ -121,7 +123,8 @@ def make_case(
 
     lengths = [rows[-1] + 1 for rows in last_kv_index]
     num_blocks = [-(-length // block_size) for length in lengths]
-    shape = CacheShape(1, KV_HEADS, head_dim, block_size, dtype, kv_format=KV_FORMATS.get(kv_cache_dtype))
+    kv_format = KV_FORMATS.get(kv_cache_dtype)
+    shape = CacheShape(1, KV_HEADS, head_dim, block_size, dtype, kv_format=kv_format, shared=shared)
     cache = PagedKVCache(shape, sum(num_blocks) + 3)
     cache.data.view(torch.uint8).fill_(255)  # NaN in every dtype, or a scale that is one
     operations = TorchOperations(cache)
@@ -132,7 +135,7 @@ def make_case(
         blocks = torch.tensor([free.pop() for _ in range(count)])
         tables[sequence, :count] = blocks
         keys.append(randn(length, KV_HEADS, head_dim))
-        values.append(randn(length, KV_HEADS, head_dim))
+        values.append(keys[-1] if shared else randn(length, KV_HEADS, head_dim))
         originals.append((keys[-1], values[-1]))
         entries = torch.arange(length)
         slots = blocks[entries // block_size] * block_size + entries % block_size
