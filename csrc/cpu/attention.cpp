@@ -1,8 +1,8 @@
 // The work of paged attention: it groups the queries that share keys, and deals the groups out to threads.
 #include "attention.h"
 
+#include "observed_scores.h"
 #include "ops.h"
-#include "score_windows.h"
 #include "store.h"
 
 namespace kvllm {
@@ -199,7 +199,7 @@ struct Run {
     return {head, begin / kTilePairs * kTilePairs, first + task.num_tokens - base};
   }
 
-  // kept_scores: memory for the scores of windows, where the task's are wanted.
+  // kept_scores: memory for scores, where the task's are wanted.
   QueryTile tile(const AttentionTask& task, float* kept_scores) const {
     const AttentionShape& shape = plan.shape;
     const int num_evicted = evicted(plan, layer.head_lengths, task.sequence, task.kv_head).count;
@@ -332,7 +332,7 @@ struct Run {
 }  // namespace
 
 AttentionPlan::AttentionPlan(const AttentionShape& shape, const AttentionBatch& batch) : shape(shape), batch(batch) {
-  STD_TORCH_CHECK(batch.sliding_window == kNoWindow || (batch.packed_len == nullptr && batch.windows.start == nullptr),
+  STD_TORCH_CHECK(batch.sliding_window == kNoWindow || (batch.packed_len == nullptr && batch.scored_from == nullptr),
                   "a layer with a sliding window holds all KV pairs, and scores none");
   check_shape(shape);
   check_batch(shape, batch);
@@ -405,8 +405,7 @@ int sliding_window(int64_t window) {
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
-                       const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
-                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                       const std::optional<Tensor>& scores, const std::optional<Tensor>& scored_from, double scale,
                        int64_t window, double soft_cap, const std::optional<Tensor>& sinks,
                        const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                        const std::optional<Tensor>& residual_first, const std::optional<Tensor>& positions,
@@ -436,8 +435,7 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                              key_cache.size(0),
                              key_cache.size(2)};
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
-  batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
-  check_windows(scores, window_start, batch.windows, shape, batch);
+  batch.scored_from = check_observed(scores, scored_from, shape, batch);
   batch.sliding_window = sliding_window(window);
   check_sinks(sinks, query_heads);
   ResidualLayer residual{};

@@ -25,27 +25,17 @@ struct AttentionShape {
   int64_t element_bytes(VectorFormat of) const { return of == VectorFormat::kPlain ? element_size : 1; }
 };
 
-// Windows of a sequence's cache whose KV pairs are scored while queries pass by (kvllm/attention/base.py,
-// ScoreWindows).
-struct ScoreWindows {
-  const int32_t* start;  // [num_sequences], the index at which a sequence's first window begins; null: no scores
-  int size;
-  int stride;
-  int num_scored;
-  bool squared;
-};
-
 // The caller's tables, which outlive the plan.
 struct AttentionBatch {
   int64_t num_query_tokens;
   int64_t num_sequences;
   int64_t table_width;
-  const int32_t* query_start_loc;  // [num_sequences + 1]
-  const int32_t* last_kv_index;    // [num_query_tokens]
-  const int32_t* block_tables;     // [num_sequences, table_width]
-  const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
-  ScoreWindows windows;            // none beside packed_len
-  int sliding_window = kNoWindow;  // KV pairs that a query token attends at most; neither beside packed_len nor windows
+  const int32_t* query_start_loc;        // [num_sequences + 1]
+  const int32_t* last_kv_index;          // [num_query_tokens]
+  const int32_t* block_tables;           // [num_sequences, table_width]
+  const int32_t* packed_len;             // [num_sequences]; null: all heads hold the same KV pairs
+  const int32_t* scored_from = nullptr;  // [num_sequences], the first KV pair that is scored; null beside packed_len
+  int sliding_window = kNoWindow;  // KV pairs that a query token attends at most; neither beside packed_len nor scores
   Residual residual{};             // at most as long as a sliding window
 };
 
@@ -55,7 +45,7 @@ struct AttentionLayer {
   const void* keys;      // [num_blocks, kv_heads, block_size, width], as are the values
   const void* values;
   const int32_t* head_lengths;  // [num_sequences, kv_heads]; null exactly where packed_len is
-  float* scores;                // [num_blocks, kv_heads, block_size]; null exactly where there are no windows
+  float* scores;                // [num_blocks, kv_heads, block_size]; null exactly where scored_from is
   void* outputs;                // [num_query_tokens, query_heads, head_dim]
   float scale;
   float soft_cap = 0;            // of scores; 0: they have none

@@ -2,9 +2,6 @@
 
 #include "ops.h"
 
-// The windows whose KV pairs are scored (kvllm/attention/base.py), and where they are.
-#define WINDOW_SIZES "int window_size, int window_stride, int num_scored, bool squared, "
-#define SCORE_WINDOWS "Tensor(s!)? scores, Tensor? window_start, " WINDOW_SIZES
 // Of each layer: its part of KV groups, its place in a block, and its window, 0 for none.
 #define LAYER_TABLES "int[] layer_parts, int[] layer_places, int[] sliding_windows, "
 
@@ -18,8 +15,9 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
-      "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, " SCORE_WINDOWS
-      "float scale, int sliding_window=0, float soft_cap=0.0, Tensor? sinks=None, Tensor(r!)? kv_residual=None, "
+      "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, Tensor(s!)? "
+      "scores, Tensor? scored_from, float scale, int sliding_window=0, float soft_cap=0.0, Tensor? sinks=None, "
+      "Tensor(r!)? kv_residual=None, "
       "Tensor? "
       "residual_slots=None, Tensor? residual_first=None, Tensor? positions=None, Tensor? new_keys=None, Tensor? "
       "new_values=None) -> Tensor");
@@ -65,7 +63,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor[] slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "
-      "packed_len, Tensor? head_lengths, " LAYER_TABLES "Tensor(s!)? scores, Tensor[] window_start, " WINDOW_SIZES
+      "packed_len, Tensor? head_lengths, " LAYER_TABLES
+      "Tensor(s!)? scores, Tensor[] scored_from, "
       "float scale, Tensor(r!)? kv_residual, Tensor? residual_slots, Tensor? residual_first, Tensor? wanted, Tensor? "
       "adapter_rows, Tensor? adapter_starts, Tensor[] downs, Tensor[] ups) -> Tensor");
   m.def(

@@ -8,7 +8,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "linear.h"
-#include "score_windows.h"
+#include "observed_scores.h"
 #include "store.h"
 
 namespace kvllm {
@@ -96,7 +96,7 @@ AttentionBatch batch_of(const std::vector<Part>& parts, const LayerTables& table
   batch.sliding_window = sliding_window(tables.windows[layer]);
   if (batch.sliding_window != kNoWindow) {
     batch.packed_len = nullptr;
-    batch.windows.start = nullptr;
+    batch.scored_from = nullptr;
   }
   return batch;
 }
@@ -168,7 +168,7 @@ struct CachedLayers {
     return head_lengths + static_cast<int64_t>(layer) * batch.num_sequences * shape.kv_heads;
   }
   float* scores_of(size_t layer, const AttentionBatch& batch) const {
-    if (batch.windows.start == nullptr) return nullptr;
+    if (batch.scored_from == nullptr) return nullptr;
     return scores + tables.places[layer] * shape.num_blocks * shape.kv_heads * shape.block_size;
   }
 };
@@ -555,8 +555,7 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    const std::vector<Tensor>& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::vector<int64_t>& layer_parts,
                    const std::vector<int64_t>& layer_places, const std::vector<int64_t>& sliding_windows,
-                   const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
-                   int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                   const std::optional<Tensor>& scores, const std::vector<Tensor>& scored_from, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                    const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted,
                    const std::optional<Tensor>& adapter_rows, const std::optional<Tensor>& adapter_starts,
@@ -569,18 +568,17 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   const AttentionShape shape = check_pass(decoder, of);
   std::vector<Part> parts = parts_of(of);
   CachedLayers cached = cached_layers(shape, of, parts);
-  STD_TORCH_CHECK(slots.size() == parts.size() && window_start.size() <= parts.size(), "slots has ", slots.size(),
-                  " tensors and window_start ", window_start.size(), ", for ", parts.size(), " parts");
-  STD_TORCH_CHECK(scores.has_value() == !window_start.empty(), "scores and window_start go together");
+  STD_TORCH_CHECK(slots.size() == parts.size() && scored_from.size() <= parts.size(), "slots has ", slots.size(),
+                  " tensors and scored_from ", scored_from.size(), ", for ", parts.size(), " parts");
+  STD_TORCH_CHECK(scores.has_value() == !scored_from.empty(), "scores and scored_from go together");
   if (scores) check_size(*scores, "scores", 0, key_cache.size(0));
   for (size_t i = 0; i < parts.size(); ++i) {
     check_indices(slots[i], "slots", rows);
     parts[i].slots = slots[i].const_data_ptr<int64_t>();
     check_slots(cached.shape, parts[i].slots, rows);
-    if (i >= window_start.size()) continue;
+    if (i >= scored_from.size()) continue;
     AttentionBatch& batch = parts[i].batch;
-    batch.windows = score_windows(window_start[i], window_size, window_stride, num_scored, squared);
-    check_windows(scores, window_start[i], batch.windows, shape, batch);
+    batch.scored_from = check_observed(scores, scored_from[i], shape, batch);
   }
   if (scores) cached.scores = scores->mutable_data_ptr<float>();
   if (kv_residual) {

@@ -18,7 +18,7 @@
 #include "mass_kernel.h"
 #include "product_kernel.h"
 #include "quantize_kernel.h"
-#include "window_kernel.h"
+#include "squares_kernel.h"
 
 namespace kvllm {
 namespace {
@@ -64,7 +64,7 @@ constexpr Kernels make_kernels() {
                    quantize_int6<T>, quantize_int6_hadamard<T>},
       .rotate = rotate<T>,
       .merge = merge,
-      .add_window = add_window,
+      .add_squares = add_squares,
       .exchange = exchange,
       .choose = choose,
       .key_differences = key_differences<T>,

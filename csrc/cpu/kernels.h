@@ -307,9 +307,8 @@ struct Kernels {
   void (*rotate)(const void* vector, int size, float* out);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
 
-  // See window_kernel.h.
-  void (*add_window)(float* scores, int num_queries, int stride, int count, bool squared, const float* sinks,
-                     float* added);
+  // See squares_kernel.h.
+  void (*add_squares)(float* scores, int num_queries, int stride, int count, const float* sinks, float* added);
 
   // Which dropped pairs change places with residents: arriving[i] with leaving[i] for i below `count`. Scores do so,
   // too. Returns the largest bound on the share of a query's attention in dropped pairs, behind the exchanges.

@@ -32,8 +32,7 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
-                       const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
-                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                       const std::optional<Tensor>& scores, const std::optional<Tensor>& scored_from, double scale,
                        int64_t sliding_window, double soft_cap, const std::optional<Tensor>& sinks,
                        const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                        const std::optional<Tensor>& residual_first, const std::optional<Tensor>& positions,
@@ -112,7 +111,7 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& cos_sin, const Tenso
                        const std::optional<Tensor>& down_scales, const std::optional<Tensor>& mlp_output_norm,
                        int64_t inner_size);
 // residual: the embedded tokens, overwritten. key_cache, value_cache: of all places. slots, last_kv_index,
-// block_tables: of each part of KV groups; window_start: of the first ones, whose windows are scored. layer_parts,
+// block_tables: of each part of KV groups; scored_from: of the first ones, whose KV pairs are scored. layer_parts,
 // layer_places, sliding_windows: of each layer, the part that it belongs to, its place in a block, and its window, 0
 // for none. wanted: int64, ascending, the tokens whose normalized hidden states are returned; none for all.
 // adapter_rows, adapter_starts: as in add_adapters, none if no token has an adapter; downs, ups: of the four matrices
@@ -123,8 +122,7 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
                    const std::vector<Tensor>& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::vector<int64_t>& layer_parts,
                    const std::vector<int64_t>& layer_places, const std::vector<int64_t>& sliding_windows,
-                   const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
-                   int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                   const std::optional<Tensor>& scores, const std::vector<Tensor>& scored_from, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                    const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted,
                    const std::optional<Tensor>& adapter_rows, const std::optional<Tensor>& adapter_starts,

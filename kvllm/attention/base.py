@@ -24,38 +24,17 @@ Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
-class ScoreWindows:
-    """Windows of a cache whose KV pairs are scored while queries pass by: `size` pairs each, one every `stride`, all of
-    them from the beginning of a block on.
-
-    A query token takes part in the window that its own KV pair lies in, and in the one before, where windows overlap
-    and it lies in both. There its softmax goes over the first `num_scored` pairs of the window up to its own, and each
-    of these adds its probability, or the square of it if `squared`, to its score; those of the query heads of a KV head
-    add up. A pair's own query token comes first, and sets the score.
-    """
-
-    size: int
-    stride: int
-    num_scored: int
-    squared: bool
-
-    def before(self, offset: int) -> bool:
-        """Whether a query token `offset` pairs after the beginning of its window takes part in the one before."""
-        return offset < self.size - self.stride
-
-
-@dataclass(frozen=True)
 class ScoredChunk:
     """Query tokens `begin .. end - 1` of the batch, which belong to sequence `sequence`.
 
-    kv_index: the index of the first one's KV pair. window_start: that of the sequence's first window.
+    kv_index: the index of the first one's KV pair. scored_from: that of the first pair that is scored.
     """
 
     sequence: int
     begin: int
     end: int
     kv_index: int
-    window_start: int
+    scored_from: int
 
 
 class HostRows(NamedTuple):
@@ -95,9 +74,11 @@ class AttentionBatch:
         shares one that belongs to no sequence.
     mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `adds_mass` adds the attention
         probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
-    window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
-        tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
-    scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
+    scored_from: `[S]`, the index of the first KV pair of a sequence that is scored; beyond its query tokens if none is.
+        The softmax of a query token goes over these pairs, from the first to its own, and each of them adds the square
+        of its probability to its score in `cache.scores`; those of the query heads of a KV head add up. A pair's own
+        query token comes first, and sets the score. None: nothing is scored in this pass. Not beside `packed_len`.
+    scored_chunks: sequences that a backend which `adds_scores` leaves to others: those with several query tokens.
     residual: the last KV pairs of the sequences before they were rounded, which are attended in place of those in the
         cache: by a query token its own and those right before it. `run` adds the pairs of the step's tokens. For the
         backends that the registry says read it, and at most as many as a layer's window has.
@@ -112,8 +93,7 @@ class AttentionBatch:
     head_lengths: torch.Tensor | None = None
     table_slots: torch.Tensor | None = None
     mass: torch.Tensor | None = None
-    window_start: torch.Tensor | None = None
-    windows: ScoreWindows | None = None
+    scored_from: torch.Tensor | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
     residual: ResidualStep | None = None
     on_host: HostRows | None = None
@@ -130,14 +110,14 @@ class AttentionBatch:
 class AttentionBackend(ABC, Generic[Plan]):
     """Attention over one `PagedKVCache`. KV pairs are moved by `kvllm.kvcache.ops`, whatever the backend.
 
-    layers: the options of each layer; none given: all are PLAIN. Layers with a window score no `windows`, and add up
-        no `mass`: their KV pairs are never compressed.
+    layers: the options of each layer; none given: all are PLAIN. Layers with a window add up no scores and no
+        `mass`: their KV pairs are never compressed.
     capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     captures_chunks: the same for sequences of any number of query tokens.
     plans_on_host: a graph holds `run` alone, and `before_replay` plans the step that it is about to compute.
     adds_mass: `run` adds to `AttentionBatch.mass`.
-    scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
+    adds_scores: `run` adds to `cache.scores` as `AttentionBatch.scored_from` says, for sequences with one query token.
     """
 
     name: str
@@ -145,7 +125,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     captures_chunks: bool = False
     plans_on_host: bool = False
     adds_mass: bool = False
-    scores_windows: bool = False
+    adds_scores: bool = False
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.residual import ResidualStep
@@ -18,7 +18,7 @@ class CpuBackend(AttentionBackend[AttentionBatch]):
 
     name = "cpu"
     capturable = True
-    scores_windows = True
+    adds_scores = True
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
@@ -48,9 +48,8 @@ class CpuBackend(AttentionBackend[AttentionBatch]):
             plan.block_tables,
             plan.packed_len,
             None if plan.head_lengths is None else plan.head_lengths[layer],
-            None if plan.window_start is None else self.cache.scores_of(layer),
-            plan.window_start,
-            *window_arguments(plan.windows),
+            None if plan.scored_from is None else self.cache.scores_of(layer),
+            plan.scored_from,
             self.scale,
             options.window or 0,
             options.soft_cap or 0.0,
@@ -65,8 +64,3 @@ def _residual_arguments(step: ResidualStep | None, layer: int) -> tuple[torch.Te
         return (None,) * 6
     assert step.new_pairs is not None  # the step's pairs are stored before they are attended
     return step.pairs[layer], step.slots, step.first, step.positions, *step.new_pairs
-
-
-def window_arguments(windows: ScoreWindows | None) -> tuple[int, int, int, bool]:
-    """Size, stride, scored KV pairs of each and whether probabilities are squared, as operators take them."""
-    return (windows.size, windows.stride, windows.num_scored, windows.squared) if windows else (0, 0, 0, False)

@@ -79,8 +79,8 @@ def why_not_triton(spec: AttentionSpec) -> str | None:
         return f"computes in bfloat16, float16 or float32, not {shape.dtype}"
     if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
         return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
-    if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
-        return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
+    if shape.head_dim % 16 or not 16 <= shape.head_dim <= (576 if shape.shared else 512):
+        return f"needs a head_dim that is a multiple of 16 up to 512, or 576 in latent attention, not {shape.head_dim}"
     return operations.why_not_triton(spec.cache)
 
 

@@ -14,9 +14,9 @@ from kvllm.kernels.decode import Observed, Partials, paged_decode
 from kvllm.kernels.hadamard import hadamard
 from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.mass import add_mass
+from kvllm.kernels.observed_scores import KeptScores, add_squares
 from kvllm.kernels.prefill import paged_prefill
 from kvllm.kernels.prefill_tiles import PrefillTiles
-from kvllm.kernels.score_windows import KeptScores, add_windows
 from kvllm.kvcache.cache import PagedKVCache
 
 
@@ -43,7 +43,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
     capturable = True
     captures_chunks = True
     adds_mass = True
-    scores_windows = True
+    adds_scores = True
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
@@ -54,15 +54,14 @@ class TritonBackend(AttentionBackend[TritonPlan]):
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
         max_kv_pairs = num_blocks * self.cache.shape.block_size
-        sizes = (self.num_query_heads, max_kv_pairs, self.cache.shape.head_dim)
+        group = self.num_query_heads // self.cache.shape.num_kv_heads
+        sizes = (self.num_query_heads, max_kv_pairs, self.cache.shape.head_dim, group)
         partials = Partials.of(batch.query_start_loc, batch.last_kv_index, *sizes)
         observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index), max_kv_pairs)
         kept = None
-        if batch.window_start is not None and batch.windows is not None:
-            windows = batch.windows
-            width = min(windows.size, max_kv_pairs)
-            scores = partials.total.new_empty(num_sequences, self.num_query_heads, width)
-            kept = KeptScores(scores, batch.window_start, windows.stride, windows.num_scored, windows.squared)
+        if batch.scored_from is not None:
+            scores = partials.total.new_empty(num_sequences, self.num_query_heads, max_kv_pairs)
+            kept = KeptScores(scores, batch.scored_from)
         tiles = None
         if len(batch.last_kv_index) > num_sequences:
             tiles = PrefillTiles.of(
@@ -72,6 +71,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
                 self.num_query_heads,
                 self.cache.shape.head_dim,
                 self.cache.shape.dtype,
+                shared=self.cache.shape.shared,
                 ragged=batch.packed_len is not None,
             )
         return TritonPlan(batch, partials, tiles, observed, kept)
@@ -102,6 +102,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             options.window,
             options.soft_cap,
             sinks,
+            self.cache.shape.shared,
         )
         paged_decode(inputs, plan.partials, plan.observed, plan.kept, output)
         if plan.tiles:
@@ -110,5 +111,5 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             add_mass(inputs, plan.observed, batch.mass[layer], batch.table_slots)
         scores = self.cache.scores_of(layer)
         if plan.kept is not None and scores is not None:
-            add_windows(inputs, plan.kept, scores)
+            add_squares(inputs, plan.kept, scores)
         return output

@@ -26,3 +26,9 @@ def multiplies_from_memory() -> bool:
     beside the sums: tiles that fit on 9.0 and 10.0 spill there, and programs have 99 KiB in all on 8.6, 8.9 and 12.0.
     """
     return capability() // 10 in (9, 10)
+
+
+def fits_wide_tiles() -> bool:
+    """Whether 32 latents of 16 bits, and as many that are on their way, fit beside 32 queries of as many channels: not
+    in 99 KiB, and on 8.0 and 10.0 not in registers."""
+    return capability() == 90

@@ -51,28 +51,32 @@ def code_offsets(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE:
 
 
 @triton.jit
-def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """The vectors at `codes` and `words`, float32 `[vectors, CHANNELS]`; 0 where one does not exist.
+def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr):
+    """Channels from FIRST on of the vectors at `codes` and `words`, float32 `[vectors, CHANNELS]`; 0 where one does not
+    exist.
 
     Channels after HEAD_DIM are a number that does not matter: queries are 0 there.
     """
     word = tl.load(cache.to(tl.pointer_type(tl.uint32)) + words, mask=exists, other=0)
     if cache.dtype.element_ty == tl.uint8:
-        byte = tl.arange(0, CHANNELS // 2)
+        byte = FIRST // 2 + tl.arange(0, CHANNELS // 2)
         mask = exists[:, None] & (byte < HEAD_DIM // 2)[None, :]
         both = tl.load(cache + codes[:, None] + byte[None, :], mask=mask, other=0)
         scale = (word << 16).to(tl.float32, bitcast=True)
         zero = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
         vectors = tl.interleave(both & 15, both >> 4).to(tl.float32) * scale[:, None] + zero[:, None]
     elif cache.dtype.element_ty == tl.float8e5:
-        begin, byte = cache.to(tl.pointer_type(tl.uint8)) + codes[:, None], tl.arange(0, CHANNELS // 2)[None, :]
+        begin, byte = (
+            cache.to(tl.pointer_type(tl.uint8)) + codes[:, None],
+            FIRST // 2 + tl.arange(0, CHANNELS // 2)[None, :],
+        )
         mask = exists[:, None] & (byte < HEAD_DIM // 2)
         both = tl.load(begin + byte, mask=mask, other=0).to(tl.int32)
         high = tl.load(begin + (HEAD_DIM // 2 + byte // 2), mask=mask, other=0).to(tl.int32) >> byte % 2 * 4
         integers = tl.interleave((both & 15) | (high & 3) << 4, (both >> 4) | (high & 12) << 2) - EXCESS_6
         vectors = integers.to(tl.float32) * word.to(tl.float32, bitcast=True)[:, None]
     else:
-        channel = tl.arange(0, CHANNELS)
+        channel = FIRST + tl.arange(0, CHANNELS)
         mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
         numbers = tl.load(cache + codes[:, None] + channel[None, :], mask=mask, other=0.0)
         vectors = numbers.to(tl.float32) * word.to(tl.float32, bitcast=True)[:, None]

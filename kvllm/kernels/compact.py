@@ -59,6 +59,7 @@ def compact(part: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, desti
     sources, destinations: contiguous int64 `[S, source_blocks]`, `[S, destination_blocks]`.
     """
     layers, planes, num_blocks, kv_heads, block_size, width = part.shape
+    columns = triton.next_power_of_2(width)
     _compact_head[(layers * planes, kv_heads)](
         part,
         kept,
@@ -74,8 +75,8 @@ def compact(part: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, desti
         BLOCK_SIZE=block_size,
         HEAD_STRIDE=part.stride(3),
         WIDTH=width,
-        COLUMNS=triton.next_power_of_2(width),
-        TILE=64,
+        COLUMNS=columns,
+        TILE=max(1, min(64, (16 << 10) // columns)),
         num_warps=4,
         num_stages=1,
     )

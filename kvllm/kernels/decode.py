@@ -9,17 +9,21 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.layer_inputs import LayerInputs
-from kvllm.kernels.score_windows import KeptScores, window_of
+from kvllm.kernels.observed_scores import KeptScores
 from kvllm.kernels.tiles import (
     SEGMENT,
     add_sinks,
     attend_tile,
     decode_rows,
+    empty_softmax,
     evicted_range,
     kv_offsets,
     kv_pairs_per_tile,
+    load_vectors,
     merge,
+    parts_of,
     stages,
+    store_vectors,
     warps,
 )
 
@@ -28,8 +32,17 @@ from kvllm.kernels.tiles import (
 _PROGRAMS = 4096
 # Segments of a sequence at most: those of longer ones are larger. It bounds the memory of partials.
 _MAX_SEGMENTS = 64
-# Segments whose partials are read at a time.
+# Segments whose partials are read at a time, and query heads and channels of a program that does.
 _MERGED = 4
+_MERGED_ROWS = 16
+_MERGED_CHANNELS = 256
+
+
+def segments(group: int) -> dict[str, int]:
+    """KV pairs of a segment, and the most segments of a sequence, for `group` query heads of a KV head: fewer and
+    larger ones where heads are many, or partials would take more than the KV pairs."""
+    factor = max(1, triton.next_power_of_2(group) // 32)
+    return {"SEGMENT": SEGMENT * factor, "MAX_SEGMENTS": max(1, _MAX_SEGMENTS // factor)}
 
 
 @dataclass(frozen=True)
@@ -49,11 +62,18 @@ class Partials:
 
     @staticmethod
     def of(
-        query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, num_heads: int, max_kv_pairs: int, head_dim: int
+        query_start_loc: torch.Tensor,
+        last_kv_index: torch.Tensor,
+        num_heads: int,
+        max_kv_pairs: int,
+        head_dim: int,
+        group: int,
     ) -> Partials:
-        """For a batch, with room for `max_kv_pairs` of a sequence; the first two as in AttentionBatch."""
-        num_sequences = len(query_start_loc) - 1
-        size = (num_sequences, num_heads, min(_MAX_SEGMENTS, triton.cdiv(max_kv_pairs, SEGMENT)))
+        """For a batch, with room for `max_kv_pairs` of a sequence; the first two as in AttentionBatch. group: query
+        heads of a KV head."""
+        num_sequences, sizes = len(query_start_loc) - 1, segments(group)
+        max_segments = min(sizes["MAX_SEGMENTS"], triton.cdiv(max_kv_pairs, sizes["SEGMENT"]))
+        size = (num_sequences, num_heads, max_segments)
         weighted, maximum, total = (
             torch.empty(shape, dtype=torch.float32, device=query_start_loc.device)
             for shape in ((*size, head_dim), size, size)
@@ -66,8 +86,7 @@ class Partials:
             query_start_loc,
             last_kv_index,
             num_sequences,
-            SEGMENT=SEGMENT,
-            MAX_SEGMENTS=_MAX_SEGMENTS,
+            **sizes,
             TILE=256,
             num_warps=4,
         )
@@ -168,7 +187,7 @@ def _attend_segments(
     first_segments,
     sequences,
     observed_scores,
-    window_start,
+    scored_from,
     query_stride,
     num_sequences,
     table_stride,
@@ -179,24 +198,27 @@ def _attend_segments(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCORED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    program, head = tl.program_id(0), tl.program_id(1)
-    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    query_head = head * GROUP + member
-    mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    # Those that read the same KV pairs for other query heads run beside each other.
+    program, head = tl.program_id(0) // PARTS, tl.program_id(1)
+    num_programs = tl.num_programs(0) // PARTS
+    member = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
+    query_head, has_head = head * GROUP + member, member < GROUP
     all_segments = tl.load(first_segments + num_sequences).to(tl.int64)
-    first = (program * all_segments // tl.num_programs(0)).to(tl.int32)
-    end = ((program + 1) * all_segments // tl.num_programs(0)).to(tl.int32)
+    first = (program * all_segments // num_programs).to(tl.int32)
+    end = ((program + 1) * all_segments // num_programs).to(tl.int32)
     for of_all in range(first, end):
         sequence = tl.load(sequences + of_all)
         segment = of_all - tl.load(first_segments + sequence)
@@ -205,17 +227,17 @@ def _attend_segments(
             last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
         )
         size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
-        query_offsets = token.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
-        query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+        query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
+        query = load_vectors(
+            queries, (query_offsets, query_offsets), has_head, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST
+        )
         table = tables + tl.cast(sequence, tl.int64) * table_stride
         first_row = tl.cast(sequence, tl.int64) * (KV_HEADS * GROUP) + query_head
-        observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
-        if STRIDE:
-            _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
+        observed_begin = 0  # the first KV pair whose score is wanted
+        if SCORED:
+            observed_begin = tl.load(scored_from + sequence)
         oldest = _oldest(length, WINDOW)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
         begin = segment * size
         for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + size, length), TILE):
             kv_index = start + tl.arange(0, TILE)
@@ -238,16 +260,18 @@ def _attend_segments(
                 weighted,
                 HEAD_DIM,
                 CHANNELS,
+                REST,
+                SHARED,
                 SOFT_CAP,
             )
             if OBSERVED:
                 observed = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
                 wanted = exists & (kv_index >= observed_begin)
-                tl.store(observed_scores + observed, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
+                tl.store(observed_scores + observed, scores, mask=has_head[:, None] & wanted[None, :])
         partial = first_row * num_segments + segment
-        tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
-        tl.store(partial_total + partial, total, mask=member < GROUP)
-        tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
+        tl.store(partial_maximum + partial, maximum, mask=has_head)
+        tl.store(partial_total + partial, total, mask=has_head)
+        store_vectors(partial_weighted, partial * HEAD_DIM, has_head, weighted, HEAD_DIM, CHANNELS, REST)
 
 
 @triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["head_lengths"])
@@ -267,6 +291,7 @@ def _merge_segments(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
@@ -276,7 +301,8 @@ def _merge_segments(
     SINKS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    """A program for some query heads and channels."""
+    sequence, head = tl.program_id(0), tl.program_id(1) // PARTS
     token = tl.load(query_start_loc + sequence)
     if tl.load(query_start_loc + sequence + 1) - token != 1:
         return
@@ -285,7 +311,8 @@ def _merge_segments(
     )
     size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
 
-    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    member = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
     exists = member < GROUP
     mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
@@ -302,9 +329,11 @@ def _merge_segments(
             later_total = tl.load(partial_total + partial, mask=used, other=0.0)
             partial_offsets = partial[:, None] * HEAD_DIM + channel[None, :]
             later_weighted = tl.load(partial_weighted + partial_offsets, mask=mask & used[:, None], other=0.0)
-            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+            maximum, total, shrink, later_shrink = merge(maximum, total, later_maximum, later_total)
+            weighted = weighted * shrink[:, None] + later_weighted * later_shrink[:, None]
     if SINKS:
-        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
+        maximum, total, shrink = add_sinks(maximum, total, sinks, query_head, exists)
+        weighted *= shrink[:, None]
 
     output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
@@ -319,29 +348,30 @@ def paged_decode(
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
-    kept: where the scores of windows are written, if these are wanted; not beside `observed`.
+    kept: where scores are written, if these are wanted; not beside `observed`.
     output: contiguous, the shape and dtype of the queries.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
     """
     queries, sinks = inputs.queries, inputs.sinks
     _, kv_heads, block_size, _ = inputs.keys.shape
-    head_dim = queries.shape[2]
-    rows = decode_rows(inputs.shape["GROUP"])
+    head_dim, group = queries.shape[2], inputs.shape["GROUP"]
+    quantized = inputs.keys.dtype != queries.dtype
+    rows = decode_rows(group, queries.dtype, head_dim, quantized=quantized)
+    parts, merged_parts = triton.cdiv(group, rows), triton.cdiv(group, _MERGED_ROWS)
+    merged_channels = min(_MERGED_CHANNELS, parts_of(head_dim)["CHANNELS"])
     num_sequences, num_segments = inputs.query_start_loc.shape[0] - 1, partials.total.shape[2]
     wanted = observed or kept
     scores = wanted.scores if wanted else partials.total
     shape = {
         **inputs.shape,
-        "ROWS": rows,
-        "SEGMENT": SEGMENT,
-        "MAX_SEGMENTS": _MAX_SEGMENTS,
+        **segments(group),
         "RAGGED": inputs.packed_len is not None,
         "WINDOW": inputs.window or 0,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
-    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads))
-    _attend_segments[(programs, kv_heads)](
+    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads * parts))
+    _attend_segments[(programs * parts, kv_heads)](
         queries,
         inputs.keys,
         inputs.values,
@@ -356,22 +386,25 @@ def paged_decode(
         partials.first_segments,
         partials.sequences,
         scores,
-        kept.window_start if kept else inputs.last_kv_index,
+        kept.scored_from if kept else inputs.last_kv_index,
         queries.stride(0),
         num_sequences,
         inputs.block_tables.stride(0),
         num_segments,
         scores.shape[2],
+        **parts_of(head_dim),
+        SHARED=inputs.shared and not quantized,  # what codes are decoded to would not stay in registers
+        PARTS=parts,
+        ROWS=rows,
         BLOCK_SIZE=block_size,
-        TILE=kv_pairs_per_tile(queries.dtype, head_dim),
+        TILE=kv_pairs_per_tile(queries.dtype, head_dim, quantized=quantized),
         OBSERVED=scores is not partials.total,
-        STRIDE=kept.stride if kept else 0,
-        OVERLAP=kept.overlap if kept else 0,
+        SCORED=kept is not None,
         SOFT_CAP=inputs.base_2_soft_cap,
-        num_stages=stages(head_dim),
+        num_stages=stages(queries.dtype, head_dim, shared=inputs.shared, quantized=quantized),
         **shape,
     )
-    _merge_segments[(num_sequences, kv_heads)](
+    _merge_segments[(num_sequences, kv_heads * merged_parts, triton.cdiv(head_dim, merged_channels))](
         output,
         inputs.query_start_loc,
         inputs.last_kv_index,
@@ -382,6 +415,9 @@ def paged_decode(
         observed.totals if observed else partials.total,
         partials.total if sinks is None else sinks,
         num_segments,
+        CHANNELS=merged_channels,
+        PARTS=merged_parts,
+        ROWS=_MERGED_ROWS,
         OBSERVED=observed is not None,
         SINKS=sinks is not None,
         MERGED=_MERGED,

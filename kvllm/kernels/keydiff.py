@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.tiles import kv_offsets, load_vectors
+from kvllm.kernels.tiles import kv_offsets, load_channels
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _unit_keys(
     """Keys of length 1, float32 `[keys, CHANNELS]`; those that do not exist are 0."""
     exists = key < num_keys
     offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    vectors = load_vectors(keys, offsets, exists, DTYPE, HEAD_DIM, CHANNELS).to(tl.float32)
+    vectors = load_channels(keys, offsets, exists, DTYPE, HEAD_DIM, 0, CHANNELS).to(tl.float32)
     if CHANNELS != HEAD_DIM:  # where codes of 4 bits are read, channels after the last are not 0
         vectors = tl.where((tl.arange(0, CHANNELS) < HEAD_DIM)[None, :], vectors, 0.0)
     lengths = tl.sqrt(tl.sum(vectors * vectors, 1))
@@ -78,6 +78,7 @@ def key_differences(
     Returns float32 `[layers * S, Hkv, size]`, with an order of summation that depends on `size` and `head_dim` alone.
     """
     num_windows, kv_heads = len(tables), layers[0].shape[1]
+    channels = max(16, triton.next_power_of_2(head_dim))
     scores = torch.empty(len(layers) * num_windows, kv_heads, size, dtype=torch.float32, device=tables.device)
     for of_layer, keys in zip(scores.split(num_windows), layers, strict=True):
         _compare_to_mean[(num_windows, kv_heads)](
@@ -90,8 +91,8 @@ def key_differences(
             KV_HEADS=kv_heads,
             BLOCK_SIZE=keys.shape[2],
             HEAD_DIM=head_dim,
-            CHANNELS=max(16, triton.next_power_of_2(head_dim)),
-            TILE=32,
+            CHANNELS=channels,
+            TILE=min(32, (8 << 10) // channels),
             num_warps=4,
         )
     return scores

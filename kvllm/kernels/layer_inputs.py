@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from kvllm.kernels.tiles import LOG2_E
 
@@ -19,7 +18,7 @@ class LayerInputs:
     query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
         `[S, kv_heads]`.
     window, soft_cap: as in LayerAttention; a window neither beside `packed_len` nor where scores are observed or kept.
-    sinks: as in `AttentionBackend.run`.
+    sinks: as in `AttentionBackend.run`. shared: values are the keys.
     """
 
     queries: torch.Tensor
@@ -34,6 +33,7 @@ class LayerInputs:
     window: int | None
     soft_cap: float | None
     sinks: torch.Tensor | None
+    shared: bool
 
     @property
     def lengths(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -53,12 +53,11 @@ class LayerInputs:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes that all kernels are compiled for."""
+        """Sizes that all kernels are compiled for, beside the parts of vectors."""
         num_heads, head_dim = self.queries.shape[1:]
         kv_heads = self.keys.shape[1]
         return {
             "KV_HEADS": kv_heads,
             "GROUP": num_heads // kv_heads,
             "HEAD_DIM": head_dim,
-            "CHANNELS": triton.next_power_of_2(head_dim),
         }

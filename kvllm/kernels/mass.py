@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kvllm.kernels.decode import Observed
 from kvllm.kernels.layer_inputs import LayerInputs
-from kvllm.kernels.tiles import bounded, kv_offsets, load_vectors
+from kvllm.kernels.tiles import bounded, kv_offsets, load_vectors, parts_of, products
 
 # Programs for each KV head of a sequence, at most.
 _PROGRAMS = 32
@@ -67,6 +67,7 @@ def _add_of_chunks(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -77,25 +78,31 @@ def _add_of_chunks(
     if end_token - first_token < 2:
         return
     length = tl.load(last_kv_index + end_token - 1) + 1
-    channel = tl.arange(0, CHANNELS)
     table = tables + sequence * table_stride
     mass += (tl.load(table_slots + sequence).to(tl.int64) * KV_HEADS + head) * max_kv_pairs
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
         offsets, _ = kv_offsets(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
+        tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST)
         added = tl.zeros([ROWS, TILE], tl.float32)
         for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):
             token = first_token + (begin_row + tl.arange(0, ROWS)) // GROUP
             query_head = head * GROUP + (begin_row + tl.arange(0, ROWS)) % GROUP
             token_exists = token < end_token
             query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
-            query_mask = token_exists[:, None] & (channel < HEAD_DIM)[None, :]
-            query = tl.load(queries + query_offsets[:, None] + channel[None, :], mask=query_mask, other=0.0)
+            query = load_vectors(
+                queries,
+                (query_offsets, query_offsets),
+                token_exists,
+                queries.dtype.element_ty,
+                HEAD_DIM,
+                CHANNELS,
+                REST,
+            )
             newest = tl.load(last_kv_index + token, mask=token_exists, other=-1)
             total = tl.load(totals + token.to(tl.int64) * (KV_HEADS * GROUP) + query_head, mask=token_exists, other=0.0)
-            scores = bounded(tl.dot(query, tl.trans(tile_keys), input_precision="ieee") * scale, SOFT_CAP)
+            scores = bounded(products(query, tile_keys, REST) * scale, SOFT_CAP)
             seen = kv_index[None, :] <= newest[:, None]
             added += tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
         tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + tl.sum(added, 0), mask=exists)
@@ -112,7 +119,7 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
     Source: H2O (Zhang et al., arXiv 2306.14048). The order of a sum depends on the query tokens of its sequence alone.
     """
     queries, shape = inputs.queries, inputs.shape
-    kv_heads = shape["KV_HEADS"]
+    kv_heads, rows = shape["KV_HEADS"], triton.next_power_of_2(shape["GROUP"])
     num_sequences, max_scores = observed.scores.shape[0], observed.scores.shape[2]
     _add_of_decodes[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, 256)))](
         mass,
@@ -125,13 +132,14 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
         mass.shape[2],
         KV_HEADS=kv_heads,
         GROUP=shape["GROUP"],
-        ROWS=triton.next_power_of_2(shape["GROUP"]),
-        TILE=256,
+        ROWS=rows,
+        TILE=max(16, 256 * 16 // max(16, rows)),
         num_warps=4,
     )
     if len(queries) == num_sequences:
         return
-    tile = 32 if queries.dtype == torch.float32 else 64
+    wide = shape["HEAD_DIM"] > 256
+    tile = 16 if wide else 32 if queries.dtype == torch.float32 else 64
     _add_of_chunks[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, tile)))](
         mass,
         queries,
@@ -146,6 +154,7 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
         inputs.block_tables.stride(0),
         mass.shape[2],
         **shape,
+        **parts_of(shape["HEAD_DIM"]),
         BLOCK_SIZE=inputs.keys.shape[2],
         ROWS=tile,
         TILE=tile,

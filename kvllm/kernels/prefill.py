@@ -6,10 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.decode import Observed
+from kvllm.kernels.decode import Observed, segments
 from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
-from kvllm.kernels.tiles import SEGMENT, add_sinks, attend_tile, evicted_range, kv_offsets, merge
+from kvllm.kernels.tiles import (
+    add_sinks,
+    attend_tile,
+    empty_softmax,
+    evicted_range,
+    kv_offsets,
+    load_vectors,
+    merge,
+    parts_of,
+    scaled,
+    store_vectors,
+)
 
 
 @triton.jit
@@ -29,6 +40,8 @@ def _attend_kv_pairs(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -36,9 +49,7 @@ def _attend_kv_pairs(
 ):
     """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`, and of
     these, with a window, the last WINDOW."""
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
     for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
@@ -49,7 +60,21 @@ def _attend_kv_pairs(
         if WINDOW:
             visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
         _, maximum, total, weighted = attend_tile(
-            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
+            query,
+            keys,
+            values,
+            offsets,
+            exists,
+            visible,
+            scale,
+            maximum,
+            total,
+            weighted,
+            HEAD_DIM,
+            CHANNELS,
+            REST,
+            SHARED,
+            SOFT_CAP,
         )
     return maximum, total, weighted
 
@@ -79,7 +104,10 @@ def _attend_chunks(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -91,7 +119,8 @@ def _attend_chunks(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    head, tile = tl.program_id(0), tl.program_id(1)
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    head, part, tile = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
     sequence, begin_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if sequence < 0:
         return
@@ -101,13 +130,16 @@ def _attend_chunks(
     else:
         evicted_begin, num_evicted = 0, 0
 
-    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    token = begin_token + member // GROUP
-    query_head = head * GROUP + member % GROUP
-    exists = (member < QUERIES * GROUP) & (token < end_token)
-    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-    query_offsets = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
-    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+    row = tl.arange(0, ROWS)
+    token, member = begin_token + row // HEADS, part * HEADS + row % HEADS
+    query_head = head * GROUP + member
+    exists = (row < QUERIES * HEADS) & (token < end_token)
+    if PARTS > 1:
+        exists = exists & (member < GROUP)
+    query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
+    query = load_vectors(
+        queries, (query_offsets, query_offsets), exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST
+    )
     length = tl.load(last_kv_index + token, mask=exists, other=0) + 1 - num_evicted
     end = tl.max(tl.where(exists, length, 0), 0)
     length = tl.where(exists, length, end)  # rows without a query attend something, too: no NaN
@@ -115,9 +147,7 @@ def _attend_chunks(
 
     table = tables + tl.cast(sequence, tl.int64) * table_stride
     if SEGMENTED:
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
         for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
             later_maximum, later_total, later_weighted = _attend_kv_pairs(
                 query,
@@ -135,12 +165,16 @@ def _attend_chunks(
                 BLOCK_SIZE,
                 HEAD_DIM,
                 CHANNELS,
+                REST,
+                SHARED,
                 ROWS,
                 TILE,
                 WINDOW,
                 SOFT_CAP,
             )
-            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+            maximum, total, shrink, later_shrink = merge(maximum, total, later_maximum, later_total)
+            weighted, later = scaled(weighted, shrink, REST), scaled(later_weighted, later_shrink, REST)
+            weighted = (weighted[0] + later[0], weighted[1] + later[1])
     else:
         maximum, total, weighted = attend_16_bits(
             query,
@@ -158,6 +192,8 @@ def _attend_chunks(
             BLOCK_SIZE,
             HEAD_DIM,
             CHANNELS,
+            REST,
+            SHARED,
             ROWS,
             TILE,
             BOXES,
@@ -165,13 +201,14 @@ def _attend_chunks(
             SOFT_CAP,
         )
     if SINKS:
-        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
+        maximum, total, shrink = add_sinks(maximum, total, sinks, query_head, exists)
+        weighted = scaled(weighted, shrink, REST)
 
     output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
         tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
-    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
-    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+    weighted = (weighted[0] / total[:, None], weighted[1] / total[:, None])
+    store_vectors(output, output_row * HEAD_DIM, exists, weighted, HEAD_DIM, CHANNELS, REST)
 
 
 def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed | None, output: torch.Tensor) -> None:
@@ -182,7 +219,8 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
     Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
     """
     queries, sinks, shape = inputs.queries, inputs.sinks, inputs.shape
-    _attend_chunks[(shape["KV_HEADS"], len(tiles.order))](
+    programs = shape["KV_HEADS"] * triton.cdiv(shape["GROUP"], tiles.heads)
+    _attend_chunks[(programs, len(tiles.order))](
         output,
         queries,
         *tiles.sources(inputs.keys, inputs.values),
@@ -197,11 +235,14 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
         queries.stride(0),
         inputs.block_tables.stride(0),
         **shape,
+        **parts_of(shape["HEAD_DIM"]),
+        SHARED=inputs.shared,
         BLOCK_SIZE=inputs.keys.shape[2],
         ROWS=tiles.rows,
-        QUERIES=tiles.rows // shape["GROUP"],
+        HEADS=tiles.heads,
+        QUERIES=tiles.rows // tiles.heads,
         TILE=tiles.kv_pairs,
-        SEGMENT=SEGMENT,
+        SEGMENT=segments(shape["GROUP"])["SEGMENT"],
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         BOXES=tiles.boxes,
         RAGGED=inputs.packed_len is not None,

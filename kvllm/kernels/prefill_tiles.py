@@ -16,7 +16,18 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvllm.kernels.capability import has_boxes, multiplies_from_memory
-from kvllm.kernels.tiles import bounded, decode_rows, kv_offsets, kv_pairs_per_tile, load_vectors, stages, warps
+from kvllm.kernels.tiles import (
+    add_weighted,
+    bounded,
+    decode_rows,
+    empty_softmax,
+    kv_offsets,
+    kv_pairs_per_tile,
+    load_vectors,
+    products,
+    stages,
+    warps,
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +36,14 @@ class PrefillTiles:
 
     order: int32 `[tiles, 2]`, the sequence and the first query token of each tile, those with the most KV pairs first,
         so that no long one is left when the others are done; the sequence is -1 where a tile has none.
-    rows: query tokens of a tile times the query heads of a KV head, filled up. kv_pairs: attended at a time.
+    rows: query tokens of a tile times `heads`, filled up. heads: those of a KV head, or a part of them where they are
+        many. kv_pairs: attended at a time.
     boxes: whether `kv_pairs` of them are copied at once.
     """
 
     order: torch.Tensor
     rows: int
+    heads: int
     kv_pairs: int
     boxes: bool
     num_warps: int
@@ -46,26 +59,29 @@ class PrefillTiles:
         head_dim: int,
         dtype: torch.dtype,
         *,
+        shared: bool,
         ragged: bool,
     ) -> PrefillTiles:
         """For query tokens of `dtype`.
 
-        query_start_loc, last_kv_index: as in AttentionBatch. keys: of any layer, as in `decode.paged_decode`. ragged:
-        heads have evicted KV pairs of their own.
+        query_start_loc, last_kv_index: as in AttentionBatch. keys: of any layer, as in `decode.paged_decode`. shared:
+        values are the keys. ragged: heads have evicted KV pairs of their own.
         """
         _, kv_heads, block_size, _ = keys.shape
-        group = num_query_heads // kv_heads
+        group, quantized = num_query_heads // kv_heads, keys.dtype != dtype
         kv_pairs = 128 if head_dim <= 128 else 64
-        whole = block_size % kv_pairs == 0 and keys.dtype == dtype
-        boxes = whole and dtype != torch.float32 and not ragged and has_boxes()
-        rows = _rows(group, dtype, head_dim, quantized=keys.dtype != dtype)
+        whole = block_size % kv_pairs == 0 and not quantized
+        boxes = whole and dtype != torch.float32 and not ragged and head_dim <= 256 and has_boxes()
+        rows = _rows(group, dtype, head_dim, quantized=quantized)
+        heads = triton.cdiv(group, triton.cdiv(group, rows))
         if boxes:
             num_warps, num_stages = 8, 3  # one tile is used, one is on its way, and where the next lies is read
         else:
-            kv_pairs = _kv_pairs(dtype, head_dim)
-            num_warps, num_stages = 8 if head_dim > 128 else warps(dtype, rows, head_dim), stages(head_dim)
-        order = longest_first(query_start_loc, last_kv_index, rows // group)
-        return cls(order, rows, kv_pairs, boxes, num_warps, num_stages)
+            kv_pairs = _kv_pairs(dtype, head_dim, quantized=quantized)
+            num_warps = 8 if head_dim > 128 else warps(dtype, rows, head_dim)
+            num_stages = stages(dtype, head_dim, shared=shared, quantized=quantized)
+        order = longest_first(query_start_loc, last_kv_index, rows // heads)
+        return cls(order, rows, heads, kv_pairs, boxes, num_warps, num_stages)
 
     def sources(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[TensorDescriptor | torch.Tensor, ...]:
         """Keys and values of a layer as the kernel takes them."""
@@ -78,20 +94,24 @@ class PrefillTiles:
         )
 
 
-def _kv_pairs(dtype: torch.dtype, head_dim: int) -> int:
+def _kv_pairs(dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
     """As in a decode. Where the operands of products take registers, half as many of 16 bits: the rows of a tile are
     many, and all of them would spill."""
-    pairs = kv_pairs_per_tile(dtype, head_dim)
-    return pairs if dtype == torch.float32 or head_dim <= 64 or multiplies_from_memory() else pairs // 2
+    pairs = kv_pairs_per_tile(dtype, head_dim, quantized=quantized)
+    fits = dtype == torch.float32 or head_dim <= 64 or multiplies_from_memory()
+    return pairs if fits else max(16, pairs // 2)
 
 
 def _rows(group: int, dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
     """At most 32 KiB of rows. Those of float32 must add up like those of a decode. Decoding wide codes takes registers,
     too."""
-    if dtype == torch.float32:
-        return decode_rows(group)
+    rows = decode_rows(group, dtype, head_dim, quantized=quantized)
+    if dtype == torch.float32 or (quantized and head_dim > 256):
+        return rows
+    if head_dim > 256:
+        return 64 if head_dim <= 512 and multiplies_from_memory() else 32
     wide_rows = 32 if quantized and not multiplies_from_memory() else 64
-    return max(128 if head_dim <= 128 else wide_rows, decode_rows(group))
+    return max(128 if head_dim <= 128 else wide_rows, rows)
 
 
 def longest_first(query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, tokens_per_tile: int) -> torch.Tensor:
@@ -123,17 +143,19 @@ def _load_tile(
     dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
     BOXES: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """Keys or values `[TILE, CHANNELS]`; if CLEARED, those that do not exist are 0."""
+    """Both parts of keys or of values; if CLEARED, those that do not exist are 0. BOXES have one part."""
     if BOXES:
         vectors = cache.load([offsets, 0])
         if CLEARED:
             vectors = tl.where(exists[:, None], vectors, 0.0)
+        loaded = (vectors, vectors)
     else:
-        vectors = load_vectors(cache, offsets, exists, dtype, HEAD_DIM, CHANNELS)
-    return vectors
+        loaded = load_vectors(cache, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
+    return loaded
 
 
 @triton.jit
@@ -158,6 +180,8 @@ def _attend_range(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
     TILE: tl.constexpr,
     BOXES: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -179,8 +203,10 @@ def _attend_range(
             key_offsets, value_offsets = kv_offsets(
                 keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
-        tile_keys = _load_tile(keys, key_offsets, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
-        scores = tl.dot(query, tl.trans(tile_keys))
+        tile_keys = _load_tile(
+            keys, key_offsets, exists, query[0].dtype, HEAD_DIM, CHANNELS, REST, BOXES, SHARED and MASKED
+        )
+        scores = products(query, tile_keys, REST)
         if SOFT_CAP != 0:
             scores = bounded(scores * scale, SOFT_CAP)
         factor = 1.0 if SOFT_CAP != 0 else scale
@@ -195,8 +221,12 @@ def _attend_range(
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
         shrink = tl.exp2(maximum - shift)
         weights = tl.exp2(scores * factor - shift[:, None])
-        tile_values = _load_tile(values, value_offsets, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
-        weighted = tl.dot(weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None])
+        tile_values = tile_keys
+        if not SHARED:
+            tile_values = _load_tile(
+                values, value_offsets, exists, query[0].dtype, HEAD_DIM, CHANNELS, REST, BOXES, MASKED
+            )
+        weighted = add_weighted(weighted, shrink, weights, tile_values, REST)
         total = total * shrink + tl.sum(weights, 1)
         maximum = new_maximum
     return maximum, total, weighted
@@ -219,6 +249,8 @@ def attend_16_bits(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BOXES: tl.constexpr,
@@ -227,9 +259,7 @@ def attend_16_bits(
 ):
     """Softmax of a tile of queries over KV pairs `oldest .. newest - 1`; a query attends those below its `length`, and
     of these, with a window, the last WINDOW. With BOXES, keys and values are descriptors of `[slots, HEAD_DIM]`."""
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
     # Tiles from `inner_begin` to `inner_end` are attended whole by every query.
     inner_begin = tl.cdiv(tl.maximum(newest - WINDOW, 0), TILE) * TILE if WINDOW else 0
     inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
@@ -260,6 +290,8 @@ def attend_16_bits(
             BLOCK_SIZE,
             HEAD_DIM,
             CHANNELS,
+            REST,
+            SHARED,
             TILE,
             BOXES,
             WINDOW,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.capability import multiplies_from_memory
-from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets, load_vectors
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets, load_vectors, parts_of, products
 
 
 @triton.jit
@@ -23,16 +23,16 @@ def _load_queries(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Rows `row` of the queries of a KV head: all tokens of its first query head, then those of the next."""
-    channel = tl.arange(0, CHANNELS)
     offsets = (
         sequence.to(tl.int64) * sequence_stride
         + (head * GROUP + row // num_tokens).to(tl.int64) * head_stride
         + (row % num_tokens).to(tl.int64) * token_stride
     )
-    mask = (row < GROUP * num_tokens)[:, None] & (channel < HEAD_DIM)[None, :]
-    return tl.load(queries + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
+    exists = row < GROUP * num_tokens
+    return load_vectors(queries, (offsets, offsets), exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST)
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def _load_keys(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Keys of one head: of contiguous windows of `window` keys if BLOCK_SIZE is 0, else in blocks, of which `tables`
     has `window` for each sequence."""
@@ -59,7 +60,7 @@ def _load_keys(
     else:
         table = tables + sequence * window
         offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    return load_vectors(keys, offsets, exists, dtype, HEAD_DIM, CHANNELS)
+    return load_vectors(keys, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
 
 
 @triton.jit
@@ -97,6 +98,7 @@ def _row_softmax(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
     MASKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -122,6 +124,7 @@ def _row_softmax(
         GROUP,
         HEAD_DIM,
         CHANNELS,
+        REST,
     )
     last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -140,13 +143,14 @@ def _row_softmax(
             key,
             num_keys,
             window,
-            query.dtype,
+            queries.dtype.element_ty,
             KV_HEADS,
             BLOCK_SIZE,
             HEAD_DIM,
             CHANNELS,
+            REST,
         )
-        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
+        scores = bounded(products(query, key_tile, REST) * scale, SOFT_CAP)
         scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
@@ -180,6 +184,7 @@ def _column_sums(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
     MASKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -202,6 +207,7 @@ def _column_sums(
         BLOCK_SIZE,
         HEAD_DIM,
         CHANNELS,
+        REST,
     )
     first_offset = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
     sums = tl.zeros([ROWS, KEYS], tl.float32)
@@ -219,11 +225,12 @@ def _column_sums(
             GROUP,
             HEAD_DIM,
             CHANNELS,
+            REST,
         )
         exists = row < GROUP * num_tokens
         maximum = tl.load(maxima + first_offset + row, mask=exists, other=0.0)
         inverse = tl.load(inverses + first_offset + row, mask=exists, other=0.0)
-        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
+        scores = bounded(products(query, key_tile, REST) * scale, SOFT_CAP)
         probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
         if MASKED:
             last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
@@ -239,8 +246,9 @@ def _tiles(dtype: torch.dtype, head_dim: int, *, plain: bool) -> tuple[dict[str,
 
     The side that a program keeps is as large as it can be, because all of the other side passes through.
     """
-    if dtype == torch.float32:
-        tile = {"ROWS": 16, "KEYS": 32, "num_warps": 8}
+    if dtype == torch.float32 or head_dim > 256:
+        rows, keys = (16, 32 if head_dim <= 256 else 16) if dtype == torch.float32 else (32, 32)
+        tile = {"ROWS": rows, "KEYS": keys, "num_warps": 8}
         return tile, tile
     width = 128 if head_dim <= 128 else 64
     # Where operands take registers, what codes are decoded to would not fit in them, and of wide heads, not in 99 KiB.
@@ -293,7 +301,7 @@ def window_scores(
         "GROUP": group,
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
-        "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        **parts_of(head_dim),
         "MASKED": last_kv_index is not None,
         "SOFT_CAP": (soft_cap or 0.0) * LOG2_E,
         "num_stages": 2,

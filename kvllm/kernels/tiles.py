@@ -1,9 +1,13 @@
 """Parts of the attention kernels: the offset of a KV pair, one tile of online softmax, the merge of two segments.
 
 A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
-within a segment of SEGMENT pairs (a multiple of that in a decode over more than 16,384), then the segments, ascending.
-So its bits do not depend on the rest of a batch. With float32, decode and prefill use tiles of the same shape, and a
-query has the same bits in both up to that length; with 16 bits a prefill has larger tiles, and no segments.
+within a segment of SEGMENT pairs (a multiple of that for more than 32 query heads of a KV head, and in a decode over
+more than 16,384), then the segments, ascending. So its bits do not depend on the rest of a batch. With float32, decode
+and prefill use tiles of the same shape, and a query has the same bits in both up to that length; with 16 bits a prefill
+has larger tiles, and no segments.
+
+A tensor has a power of two of channels, so a vector is in two parts, a pair of tensors: up to 512 channels, and the
+REST. Heads of no more have no REST, and the second of the pair has no meaning.
 
 The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
 and Flash-Decoding (Dao et al., 2023) for the segments.
@@ -15,31 +19,57 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.capability import fits_wide_tiles, multiplies_from_memory
 from kvllm.kernels.codes import code_offsets, load_codes
 
 SEGMENT = 256
+WIDEST = 512
+"""Channels of a vector that are one operand of a product; those after them are another one."""
 LOG2_E = 1.4426950408889634
 
 
-def kv_pairs_per_tile(dtype: torch.dtype, head_dim: int) -> int:
-    """KV pairs that a program attends at a time: 16 KiB of keys, and as many of values. A divisor of SEGMENT."""
-    return min(64, (16 << 10) // (dtype.itemsize * triton.next_power_of_2(head_dim)))
+def parts_of(head_dim: int) -> dict[str, int]:
+    """Channels of both parts of a vector, powers of two; the second has none but for heads of more than 512."""
+    rest = max(0, head_dim - WIDEST)
+    return {
+        "CHANNELS": min(WIDEST, max(16, triton.next_power_of_2(head_dim))),
+        "REST": triton.next_power_of_2(rest) if rest else 0,
+    }
 
 
-def decode_rows(group: int) -> int:
-    """Rows of a tile that holds one query of each of the `group` query heads of a KV head."""
-    return max(16, triton.next_power_of_2(group))
+def kv_pairs_per_tile(dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
+    """KV pairs that a program attends at a time: 16 KiB of keys, and as many of values; of the widest heads, as few as
+    a product may have, or more where they fit. A divisor of SEGMENT."""
+    if head_dim > WIDEST and dtype != torch.float32 and not quantized and fits_wide_tiles():
+        return 32
+    return max(16, min(64, (16 << 10) // (dtype.itemsize * triton.next_power_of_2(head_dim))))
 
 
-def stages(head_dim: int) -> int:
+def decode_rows(group: int, dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
+    """Rows of a tile that holds one query of each of the `group` query heads of a KV head; of the widest heads, of as
+    many as registers can hold beside the sums and, in a quantized cache, what codes are decoded to."""
+    rows = max(16, triton.next_power_of_2(group))
+    if head_dim <= 256:
+        return rows
+    return min(rows, 16 if quantized or dtype == torch.float32 else 32)
+
+
+def stages(dtype: torch.dtype, head_dim: int, *, shared: bool, quantized: bool) -> int:
     """Triton's depth of pipelining. Where a tile lies is read from a table first, so it takes 5 to have one tile on its
-    way while another is used; with wide heads that is more than the 99 KiB of shared memory that some GPUs have."""
-    return 5 if head_dim <= 128 else 4
+    way while another is used; with wide heads that is more than the 99 KiB of shared memory that some GPUs have, unless
+    values are the keys. The widest heads have less in float32, and where codes take registers."""
+    if head_dim <= 256:
+        return 5 if head_dim <= 128 else 4
+    if quantized or dtype == torch.float32:
+        return 3 if quantized or shared else 1
+    return 5 if shared or multiplies_from_memory() else 4
 
 
 def warps(dtype: torch.dtype, rows: int, head_dim: int) -> int:
     """Enough that a tile's scores and sums stay in registers."""
-    return 8 if rows * max(128, head_dim) > 64 * 128 or (dtype == torch.float32 and head_dim > 64) else 4
+    if head_dim > 256 or (dtype == torch.float32 and head_dim > 64):
+        return 8
+    return 8 if rows * max(128, head_dim) > 64 * 128 else 4
 
 
 @triton.jit
@@ -86,19 +116,95 @@ def kv_offsets(
 
 
 @triton.jit
-def load_vectors(cache, offsets, exists, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Keys or values at `offsets`, `[pairs, CHANNELS]` of `dtype`.
+def load_channels(
+    vectors,
+    offsets,
+    exists,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Channels from FIRST on of the keys, values or queries at `offsets`, `[vectors, CHANNELS]` of `dtype`.
 
     Those that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
     """
     elements, words = offsets
-    if cache.dtype.element_ty.primitive_bitwidth == 8:
-        vectors = load_codes(cache, elements, words, exists, HEAD_DIM, CHANNELS).to(dtype)
+    if vectors.dtype.element_ty.primitive_bitwidth == 8:
+        loaded = load_codes(vectors, elements, words, exists, HEAD_DIM, FIRST, CHANNELS).to(dtype)
     else:
-        channel = tl.arange(0, CHANNELS)
+        channel = FIRST + tl.arange(0, CHANNELS)
         mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-        vectors = tl.load(cache + (elements[:, None] + channel[None, :]), mask=mask, other=0.0)
-    return vectors
+        loaded = tl.load(vectors + (elements[:, None] + channel[None, :]), mask=mask, other=0.0)
+    return loaded
+
+
+@triton.jit
+def load_vectors(
+    vectors,
+    offsets,
+    exists,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """`load_channels` of both parts of vectors."""
+    first = load_channels(vectors, offsets, exists, dtype, HEAD_DIM, 0, CHANNELS)
+    rest = first
+    if REST:
+        rest = load_channels(vectors, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
+    return first, rest
+
+
+@triton.jit
+def store_vectors(target, offsets, exists, vectors, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, REST: tl.constexpr):
+    """Write both parts of vectors to the elements from `offsets` on, in the dtype of `target`."""
+    channel = tl.arange(0, CHANNELS)
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    tl.store(target + (offsets[:, None] + channel[None, :]), vectors[0].to(target.dtype.element_ty), mask=mask)
+    if REST:
+        channel = CHANNELS + tl.arange(0, REST)
+        mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+        tl.store(target + (offsets[:, None] + channel[None, :]), vectors[1].to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def products(queries, keys, REST: tl.constexpr):
+    """Of both parts of queries and of keys, float32 `[rows, pairs]`."""
+    scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
+    if REST:
+        scores = tl.dot(queries[1], tl.trans(keys[1]), acc=scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def add_weighted(weighted, shrink, weights, values, REST: tl.constexpr):
+    """`weighted * shrink` and the sum of weighted values, in both parts."""
+    weights = weights.to(values[0].dtype)
+    first = tl.dot(weights, values[0], acc=weighted[0] * shrink[:, None], input_precision="ieee")
+    rest = weighted[1]
+    if REST:
+        rest = tl.dot(weights, values[1], acc=rest * shrink[:, None], input_precision="ieee")
+    return first, rest
+
+
+@triton.jit
+def scaled(weighted, factor, REST: tl.constexpr):
+    """Both parts of `weighted`, each row times a factor."""
+    rest = weighted[1]
+    if REST:
+        rest = rest * factor[:, None]
+    return weighted[0] * factor[:, None], rest
+
+
+@triton.jit
+def empty_softmax(ROWS: tl.constexpr, CHANNELS: tl.constexpr, REST: tl.constexpr):
+    """The maximum, the total and the weighted sum, in both parts, over no KV pair."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    rest = tl.zeros([ROWS, REST if REST else 1], tl.float32)
+    return maximum, total, (tl.zeros([ROWS, CHANNELS], tl.float32), rest)
 
 
 @triton.jit
@@ -124,46 +230,47 @@ def attend_tile(
     weighted,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    REST: tl.constexpr,
+    SHARED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    """Add one tile of KV pairs to the softmax of `queries` `[rows, CHANNELS]`.
+    """Add one tile of KV pairs to the softmax of `queries`, in both parts. With SHARED, keys are the values.
 
     offsets: as `kv_offsets` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
     query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
-    `[rows]`) and of weighted values (float32 `[rows, CHANNELS]`).
+    `[rows]`) and of weighted values (in both parts).
     """
     key_offsets, value_offsets = offsets
-    tile_keys = load_vectors(keys, key_offsets, exists, queries.dtype, HEAD_DIM, CHANNELS)
-    scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
-    scores = bounded(scores, SOFT_CAP)
+    tile_keys = load_vectors(keys, key_offsets, exists, queries[0].dtype, HEAD_DIM, CHANNELS, REST)
+    scores = bounded(products(queries, tile_keys, REST) * scale, SOFT_CAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
-    tile_values = load_vectors(values, value_offsets, exists, queries.dtype, HEAD_DIM, CHANNELS)
-    weighted = tl.dot(
-        weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
-    )
+    tile_values = tile_keys
+    if not SHARED:
+        tile_values = load_vectors(values, value_offsets, exists, queries[0].dtype, HEAD_DIM, CHANNELS, REST)
+    weighted = add_weighted(weighted, shrink, weights, tile_values, REST)
     return scores, new_maximum, total * shrink + tl.sum(weights, 1), weighted
 
 
 @triton.jit
-def merge(maximum, total, weighted, later_maximum, later_total, later_weighted):
-    """The softmax over two segments from those over each, which may be empty (maximum -inf, sums 0)."""
+def merge(maximum, total, later_maximum, later_total):
+    """The softmax over two segments from those over each, which may be empty (maximum -inf, total 0): its maximum and
+    total, and what the weighted sums of the first and of the later are multiplied with."""
     new_maximum = tl.maximum(maximum, later_maximum)
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # both are empty
     shrink = tl.exp2(maximum - shift)
     later_shrink = tl.exp2(later_maximum - shift)
-    total = total * shrink + later_total * later_shrink
-    weighted = weighted * shrink[:, None] + later_weighted * later_shrink[:, None]
-    return new_maximum, total, weighted
+    return new_maximum, total * shrink + later_total * later_shrink, shrink, later_shrink
 
 
 @triton.jit
-def add_sinks(maximum, total, weighted, sinks, query_head, exists):
-    """The softmax with a learned score for each query head, which has no value."""
+def add_sinks(maximum, total, sinks, query_head, exists):
+    """The maximum and total with a learned score for each query head, which has no value, and what the weighted sum is
+    multiplied with."""
     sink = tl.load(sinks + query_head, mask=exists, other=float("-inf")) * 1.4426950408889634
     new_maximum = tl.maximum(maximum, sink)
     shrink = tl.exp2(maximum - new_maximum)
-    return new_maximum, total * shrink + tl.exp2(sink - new_maximum), weighted * shrink[:, None]
+    return new_maximum, total * shrink + tl.exp2(sink - new_maximum), shrink

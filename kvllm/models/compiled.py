@@ -10,7 +10,7 @@ import torch
 from kvllm._extension import operator
 from kvllm.attention.base import AttentionBatch
 from kvllm.attention.context import Attention, AttentionContext, PartedAttention
-from kvllm.attention.cpu import CpuBackend, window_arguments
+from kvllm.attention.cpu import CpuBackend
 from kvllm.lora.product import AdapterRows, LowRank, PackedAdapters
 from kvllm.models.weights import LinearWeight
 
@@ -83,17 +83,16 @@ class CompiledLayers:
     ) -> torch.Tensor:
         """As `Decoder.forward`, of embedded tokens `[T, hidden_size]`, which are overwritten."""
         tables = _Tables(attention)
-        first, backend, held = tables.batches[0], tables.backend, tables.batches[0].residual
-        window_start = [batch.window_start for batch in tables.batches if batch.window_start is not None]
+        backend, held = tables.backend, tables.batches[0].residual
+        scored_from = [batch.scored_from for batch in tables.batches if batch.scored_from is not None]
         return self._run(
             self._decoder,
             residual,
             positions,
             [part.slot_mapping for part in tables.parts],
             *tables.arguments(),
-            backend.cache.scores if window_start else None,
-            window_start,
-            *window_arguments(first.windows),
+            backend.cache.scores if scored_from else None,
+            scored_from,
             backend.scale,
             *((held.pairs, held.slots, held.first) if held else (None, None, None)),
             wanted,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
-from kvllm.worker.features.observed_scores import ScoringBackend, WindowScorer
+from kvllm.worker.features.observed_scores import ChunkScorer, ScoringBackend
 from tests.helpers import attention_cases
 from tests.helpers.attention_cases import (
     EDGES,
@@ -243,42 +243,36 @@ def test_later_entries_of_the_same_sequence_stay_hidden(dtype: torch.dtype) -> N
     assert_later_entries_stay_hidden(dtype)
 
 
-# Scores of windows
+# Observed scores
 
 
 @pytest.mark.parametrize("options", ["plain", "soft cap", "sinks"])
-def test_scores_of_windows(options: str) -> None:
+def test_observed_scores(options: str) -> None:
     attention_cases.assert_scores("cpu", attention_cases.OPTIONS[options])
 
 
 @pytest.mark.parametrize("options", ["plain", "soft cap", "sinks"])
-@pytest.mark.parametrize("windows", attention_cases.WINDOWS, ids=str)
-def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, options: str) -> None:
-    """A sequence's tokens one by one through the kernel, and in chunks through the second product: one for all whole
-    windows, and one for each that a chunk cuts."""
+def test_chunks_of_query_tokens_add_what_single_ones_do(options: str) -> None:
+    """A sequence's tokens one by one through the kernel, and in chunks through the second product."""
     case = make_case([list(range(700))], group=2, head_dim=32)
     case = with_options(case, attention_cases.OPTIONS[options])
     backend, start = case.backend("cpu"), torch.tensor([16], dtype=torch.int32)
     block, offset = case.batch.block_tables[0, torch.arange(16, 700) // 16].long(), torch.arange(16, 700) % 16
-    scored = (torch.arange(684) % windows.stride) < windows.num_scored
 
-    def run(backend: AttentionBackend, begin: int, end: int, window_start: torch.Tensor | None = None) -> None:
+    def run(backend: AttentionBackend, begin: int, end: int, scored_from: torch.Tensor | None = None) -> None:
         loc, index = torch.tensor([0, end - begin], dtype=torch.int32), torch.arange(begin, end, dtype=torch.int32)
         chunks = (ScoredChunk(0, 0, end - begin, begin, 16),)
-        batch = AttentionBatch(loc, index, case.batch.block_tables, windows=windows, scored_chunks=chunks)
-        plan = backend.plan(replace(batch, window_start=window_start))
-        assert not isinstance(backend, ScoringBackend) or len(plan[1]) <= 4
-        backend.run(0, case.queries[begin:end], plan, case.sinks)
+        batch = AttentionBatch(loc, index, case.batch.block_tables, scored_from=scored_from, scored_chunks=chunks)
+        backend.run(0, case.queries[begin:end], backend.plan(batch), case.sinks)
 
     case.cache.scores = torch.full((1, case.cache.num_blocks, 2, 16), torch.nan)
     for i in range(16, 700):
-        run(backend, i, i + 1, window_start=start)
+        run(backend, i, i + 1, scored_from=start)
     expected = case.cache.scores[0, block, :, offset]
-    assert not expected[scored].isnan().any() and expected[~scored].isnan().all()
-    scoring = ScoringBackend(backend, WindowScorer(make_operations(case.cache), windows), None)
+    scoring = ScoringBackend(backend, ChunkScorer(make_operations(case.cache)), None)
     for chunk in (1, 7, 50, 200, 700):
         case.cache.scores.fill_(torch.nan)
         for begin in range(0, 700, chunk):
             run(scoring, begin, min(begin + chunk, 700))
         found = case.cache.scores[0, block, :, offset]
-        torch.testing.assert_close(found[scored], expected[scored], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -11,8 +11,9 @@ from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers import attention_cases
 from tests.helpers.attention_cases import Case, dense_attention, make_case, make_ragged_case
 from tests.helpers.devices import ALLOWED, CUDA, DEVICES, assert_near, poisoned
+from tests.helpers.kernel_launches import LATENT
 
-# head_dim, query heads of a KV head, block size, dtype: those that serve, then all that a kernel must do.
+# head_dim, query heads of a KV head, block size, dtype: those that serve, then all that a kernel must do; latents.
 SHAPES = (
     (128, 4, 256, torch.bfloat16),
     (128, 2, 16, torch.bfloat16),
@@ -23,6 +24,10 @@ SHAPES = (
     (256, 4, 256, torch.bfloat16),
     (128, 8, 128, torch.float16),
     (32, 5, 16, torch.float32),
+    (512, 8, 64, torch.bfloat16),
+    (576, 20, 64, torch.bfloat16),
+    (576, 64, 16, torch.bfloat16),
+    (576, 16, 16, torch.float32),
 )
 UNEVEN = [[40_000], *[[index] for index in range(0, 600, 37)]]
 """A sequence of more segments than a kernel cuts one into, among short ones."""
@@ -47,6 +52,7 @@ def test_decodes_and_chunks(
     name: str, head_dim: int, group: int, block_size: int, dtype: torch.dtype, device: str
 ) -> None:
     options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+    options["shared"] = head_dim == LATENT
     for rows in (attention_cases.MIXED, [[600], [0], [1023]]):
         assert_backend(name, make_case(rows, **options), device, ALLOWED[dtype])
 
@@ -57,7 +63,8 @@ def test_decodes_and_chunks(
 def test_decodes_of_very_different_lengths(
     name: str, head_dim: int, group: int, block_size: int, dtype: torch.dtype, device: str
 ) -> None:
-    case = make_case(UNEVEN, head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+    options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+    case = make_case(UNEVEN, shared=head_dim == LATENT, **options)
     assert_backend(name, case, device, ALLOWED[dtype])
 
 
@@ -67,7 +74,8 @@ def test_decodes_of_very_different_lengths(
 def test_heads_of_different_lengths(
     name: str, head_dim: int, group: int, block_size: int, dtype: torch.dtype, device: str
 ) -> None:
-    case = make_ragged_case(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+    options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+    case = make_ragged_case(shared=head_dim == LATENT, **options)
     assert_backend(name, case, device, ALLOWED[dtype])
 
 
@@ -84,11 +92,11 @@ def test_quantized_caches(kv_cache_dtype: str, dtype: torch.dtype, device: str) 
 
 @DEVICES
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_FORMATS])
-def test_scores_of_windows(kv_cache_dtype: str, device: str) -> None:
+def test_observed_scores(kv_cache_dtype: str, device: str) -> None:
     """What a decode adds to them."""
     scored = [(0, 0), (95, 16), (111, 16), (700, 640), (1500, 512)]
     options = {"head_dim": 128, "kv_cache_dtype": kv_cache_dtype}
-    case = attention_cases.make_scored_case(attention_cases.WINDOWS[1], scored, **options)
+    case = attention_cases.make_scored_case(scored, **options)
     expected, moved = attention_cases.dense_scores(case), case.to(device)
     assert case.cache.scores is not None and moved.cache.scores is not None
     before = case.cache.scores.double()

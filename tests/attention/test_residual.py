@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBatch
 from kvllm.attention.cpu import CpuBackend
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
@@ -163,10 +163,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
 
 
 @FORMATS
-def test_scores_of_windows_are_of_what_is_attended(name: str) -> None:
-    windows = ScoreWindows(96, 80, 80, squared=True)
+def test_scores_are_of_what_is_attended(name: str) -> None:
     tokens = [(0, 0), (16, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512)]
-    case = make_scored_case(windows, tokens, kv_cache_dtype=name)
+    case = make_scored_case(tokens, kv_cache_dtype=name)
     torch.manual_seed(0)
     held = Held(case, 32, [0] * len(tokens), [0] * len(tokens))
     attended = [held.keys_and_values(sequence, 0)[0] for sequence in range(len(tokens))]
@@ -208,11 +207,7 @@ def test_the_operator_checks_its_arguments(change: dict, message: str) -> None:
         "packed_len": None,
         "head_lengths": None,
         "scores": None,
-        "window_start": None,
-        "window_size": 0,
-        "window_stride": 0,
-        "num_scored": 0,
-        "squared": False,
+        "scored_from": None,
         "scale": 1.0,
         "kv_residual": KVResidual(cache.shape, 4, 3).pairs[0],
         "residual_slots": torch.tensor([1], dtype=torch.int32),

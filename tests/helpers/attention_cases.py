@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
@@ -59,12 +58,6 @@ OPTIONS = {
     "sinks": LayerAttention(sinks=True),
     "all": LayerAttention(window=70, soft_cap=2.0, sinks=True),
 }
-# One after the other, with a buffer; and each sharing its buffer with the next one.
-WINDOWS = (
-    ScoreWindows(96, 96, 80, squared=True),
-    ScoreWindows(96, 80, 80, squared=True),
-    ScoreWindows(640, 592, 592, squared=False),
-)
 
 
 @dataclass
@@ -113,9 +106,11 @@ def make_case(
     group: int = 4,
     dtype: torch.dtype = torch.float32,
     kv_cache_dtype: str = "auto",
+    shared: bool = False,
     seed: int = 0,
 ) -> Case:
-    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid.
+    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid. shared:
+    values are the keys.
 
     Keys and values of a quantized cache are what it holds, in float32. `head_dim` is made one that its format can have.
     """
@@ -128,7 +123,8 @@ def make_case(
 
     lengths = [rows[-1] + 1 for rows in last_kv_index]
     num_blocks = [-(-length // block_size) for length in lengths]
-    shape = CacheShape(1, KV_HEADS, head_dim, block_size, dtype, kv_format=KV_FORMATS.get(kv_cache_dtype))
+    kv_format = KV_FORMATS.get(kv_cache_dtype)
+    shape = CacheShape(1, KV_HEADS, head_dim, block_size, dtype, kv_format=kv_format, shared=shared)
     cache = PagedKVCache(shape, sum(num_blocks) + 3)
     cache.data.view(torch.uint8).fill_(255)  # NaN in every dtype, or a scale that is one
     operations = TorchOperations(cache)
@@ -139,7 +135,7 @@ def make_case(
         blocks = torch.tensor([free.pop() for _ in range(count)])
         tables[sequence, :count] = blocks
         keys.append(randn(length, KV_HEADS, head_dim))
-        values.append(randn(length, KV_HEADS, head_dim))
+        values.append(keys[-1] if shared else randn(length, KV_HEADS, head_dim))
         originals.append((keys[-1], values[-1]))
         entries = torch.arange(length)
         slots = blocks[entries // block_size] * block_size + entries % block_size
@@ -285,56 +281,49 @@ def assert_later_entries_stay_hidden(dtype: torch.dtype, **options) -> None:
         assert after[first_hidden:].isnan().all()
 
 
-def make_scored_case(windows: ScoreWindows, tokens: list[tuple[int, int]], **options) -> Case:
-    """Sequences of one query token each, with its KV pair's index and the beginning of the first window; the cache has
-    scores of garbage."""
+def make_scored_case(tokens: list[tuple[int, int]], **options) -> Case:
+    """Sequences of one query token each, with its KV pair's index and the first that is scored; the cache has scores of
+    garbage."""
     case = make_case([[index] for index, _ in tokens], **options)
     case.cache.scores = torch.rand(1, case.cache.num_blocks, KV_HEADS, case.cache.shape.block_size) + 1
     starts = torch.tensor([start for _, start in tokens], dtype=torch.int32)
-    return replace(case, batch=replace(case.batch, window_start=starts, windows=windows))
+    return replace(case, batch=replace(case.batch, scored_from=starts))
 
 
 def dense_scores(case: Case) -> torch.Tensor:
-    """The scores of the cache after a step, written out window by window, in float64."""
-    assert case.cache.scores is not None and case.batch.windows is not None and case.batch.window_start is not None
-    scores, windows, block_size = case.cache.scores.double(), case.batch.windows, case.cache.shape.block_size
+    """The scores of the cache after a step, written out sequence by sequence, in float64."""
+    assert case.cache.scores is not None and case.batch.scored_from is not None
+    scores, block_size = case.cache.scores.double(), case.cache.shape.block_size
     for sequence, index in enumerate(case.batch.last_kv_index.tolist()):
         table = case.batch.block_tables[sequence].long()
         queries = case.queries[sequence].double().unflatten(0, (KV_HEADS, -1))
-        for start in range(int(case.batch.window_start[sequence]), index + 1, windows.stride):
-            if index >= start + windows.size:
-                continue
-            pairs = torch.arange(start, min(index + 1, start + windows.num_scored))
-            keys = case.keys[sequence][pairs].double().transpose(0, 1)
-            logits = queries @ keys.mT * case.scale
-            if case.options.soft_cap is not None:
-                logits = case.options.soft_cap * (logits / case.options.soft_cap).tanh()
-            if case.sinks is not None:
-                logits = torch.cat((logits, case.sinks.double().view(KV_HEADS, -1, 1)), dim=-1)
-            probabilities = logits.softmax(-1)[..., : len(pairs)]
-            added = (probabilities.square() if windows.squared else probabilities).sum(1)
-            places = (0, table[pairs // block_size], slice(None), pairs % block_size)
-            before = scores[places].T
-            before[:, pairs == index] = 0
-            scores[places] = (before + added).T
+        pairs = torch.arange(min(int(case.batch.scored_from[sequence]), index + 1), index + 1)
+        keys = case.keys[sequence][pairs].double().transpose(0, 1)
+        logits = queries @ keys.mT * case.scale
+        if case.options.soft_cap is not None:
+            logits = case.options.soft_cap * (logits / case.options.soft_cap).tanh()
+        if case.sinks is not None:
+            logits = torch.cat((logits, case.sinks.double().view(KV_HEADS, -1, 1)), dim=-1)
+        added = logits.softmax(-1)[..., : len(pairs)].square().sum(1)
+        places = (0, table[pairs // block_size], slice(None), pairs % block_size)
+        before = scores[places].T
+        before[:, pairs == index] = 0
+        scores[places] = (before + added).T
     return scores
 
 
 def assert_scores(
-    name: str, layer: LayerAttention = PLAIN, *, pairwise: bool = False, tolerance: float = 2e-6, **common
+    name: str, layer: LayerAttention = PLAIN, *, short: bool = False, tolerance: float = 2e-6, **common
 ) -> None:
-    """A backend adds to the scores of windows, whatever the lengths, and leaves all others; its output is the same.
-
-    pairwise: one cache for each kind of windows, and no sequence of many, where kernels are interpreted; else all of
-    them for each.
-    """
-    tokens = [(0, 0), (16, 16), (15, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512), (9, NEVER)]
-    for windows, options in zip(WINDOWS, SCORED, strict=True) if pairwise else product(WINDOWS, SCORED):
-        chosen = [(index, start) for index, start in tokens if not pairwise or index < 3 * windows.size]
-        case = with_options(make_scored_case(windows, chosen, **options, **common), layer)
+    """A backend adds to the scores of the KV pairs that are scored, whatever the lengths, and leaves all others; its
+    output is the same. short: no long sequence, where kernels are interpreted."""
+    tokens = [(0, 0), (16, 16), (15, 16), (95, 19), (130, 16), (160, 0), (700, 640), (1500, 512), (9, NEVER)]
+    for options in SCORED:
+        chosen = [(index, start) for index, start in tokens if not short or index < 300]
+        case = with_options(make_scored_case(chosen, **options, **common), layer)
         expected, before = dense_scores(case), case.cache.scores.clone()
         output = case.run(name)
-        unscored = replace(case.batch, window_start=None, windows=None)
+        unscored = replace(case.batch, scored_from=None)
         assert torch.equal(output, replace(case, batch=unscored).run(name))
         torch.testing.assert_close(case.cache.scores.double(), expected, atol=tolerance, rtol=tolerance)
         changed = case.cache.scores != before

@@ -17,9 +17,9 @@ def head_dim_for(kv_cache_dtype: str, head_dim: int) -> int:
     return -(-head_dim // keys.channels) * keys.channels
 
 
-def random_cache(dtype: torch.dtype, *, num_blocks: int = 12, head_dim: int = 48) -> PagedKVCache:
-    """Any bits, NaNs among them, so that a copy by arithmetic would show."""
-    cache = PagedKVCache(CacheShape(2, 3, head_dim, 16, dtype), num_blocks)
+def random_cache(dtype: torch.dtype, *, num_blocks: int = 12, head_dim: int = 48, shared: bool = False) -> PagedKVCache:
+    """Any bits, NaNs among them, so that a copy by arithmetic would show. shared: values are the keys."""
+    cache = PagedKVCache(CacheShape(2, 3, head_dim, 16, dtype, shared=shared), num_blocks)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     limits = torch.iinfo(bits)
     cache.data.view(bits).random_(limits.min, limits.max, generator=torch.Generator().manual_seed(0))

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBatch
 from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 
+LATENT = 576
+"""The head_dim of what one token has in a cache of latents."""
 WORST_FORMAT = "int6_int4_hadamard"
 """Keys and values of different widths, of which neither is a byte, and rotated: what kernels do most for."""
 
@@ -23,8 +25,9 @@ def launch_few() -> None:
     launch_scores(queries, plain=False)
     launch_paged_keys(*cache_and_rows(torch.bfloat16, 256), ints(1, 3))
     launch_quantized(256, [WORST_FORMAT])
-    for kind in ("plain", "holes", "observed", "windows"):
-        launch_step(cache, queries, **KINDS[kind]())
+    for kind in ("plain", "holes", "observed", "scores"):
+        launch_step(cache, queries, **KINDS[kind](8))
+    launch_step(*cache_and_queries(torch.bfloat16, LATENT))
     launch_options(cache, queries, of_two(), 1024)
     launch_operations(cache, queries)
     launch_step(*cache_and_queries(torch.float32, 128))
@@ -38,15 +41,17 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     from kvllm.attention.triton import TritonBackend
 
     cache, queries = cache_and_queries(dtype, head_dim)
-    for kind in KINDS if head_dim == 128 else ("plain",):
-        launch_step(cache, queries, **KINDS[kind]())
+    kv_heads, num_heads = cache.shape.num_kv_heads, queries.shape[1]
+    for kind in KINDS if head_dim in (128, LATENT) else ("plain",):
+        launch_step(cache, queries, **KINDS[kind](kv_heads))
         if head_dim == 128 and dtype == torch.bfloat16 and kind != "holes":
-            launch_options(cache, queries, of_two(**KINDS[kind]()), 1024 if kind == "plain" else None)
+            launch_options(cache, queries, of_two(**KINDS[kind](kv_heads)), 1024 if kind == "plain" else None)
     alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
-    backend = TritonBackend(cache, 32, head_dim**-0.5)
+    backend = TritonBackend(cache, num_heads, head_dim**-0.5)
     backend.run(0, queries, backend.plan(alone))
     launch_operations(cache, queries)
-    launch_scores(queries)
+    if head_dim <= 256:
+        launch_scores(queries)
     launch_paged_keys(*cache_and_rows(dtype, head_dim), ints(1, 3))
 
 
@@ -54,12 +59,13 @@ def ints(*size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int32)
 
 
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": dict,
-    "holes": lambda: {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)},
-    "observed": lambda: {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)},
-    "windows": lambda: {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)},
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda _: {},
+    "holes": lambda kv_heads: {"packed_len": ints(2), "head_lengths": ints(1, 2, kv_heads)},
+    "observed": lambda kv_heads: {"table_slots": ints(2), "mass": torch.zeros(1, 2, kv_heads, 4096)},
+    "scores": lambda _: {"scored_from": ints(2)},
 }
+"""The fields of a batch, by the number of KV heads."""
 
 
 def of_two(**options: Any) -> AttentionBatch:
@@ -67,9 +73,14 @@ def of_two(**options: Any) -> AttentionBatch:
     return AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
 
 
-def cache_and_queries(dtype: torch.dtype, head_dim: int) -> tuple[PagedKVCache, torch.Tensor]:
-    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype, scored=True), 4)
-    return cache, torch.zeros(33, 32, head_dim, dtype=dtype)
+def cache_and_queries(
+    dtype: torch.dtype, head_dim: int, kv_cache_dtype: str = "auto"
+) -> tuple[PagedKVCache, torch.Tensor]:
+    """Of 8 KV heads and 32 query heads; of one latent and the 128 query heads of DeepSeek-V3."""
+    (kv_heads, num_heads), kv_format = (1, 128) if head_dim == LATENT else (8, 32), KV_FORMATS.get(kv_cache_dtype)
+    options: dict[str, Any] = {"kv_format": kv_format, "scored": kv_format is None, "shared": head_dim == LATENT}
+    cache = PagedKVCache(CacheShape(1, kv_heads, head_dim, 256, dtype, **options), 4)
+    return cache, torch.zeros(33, num_heads, head_dim, dtype=dtype)
 
 
 def cache_and_rows(dtype: torch.dtype, head_dim: int) -> tuple[PagedKVCache, torch.Tensor]:
@@ -81,17 +92,17 @@ def cache_and_rows(dtype: torch.dtype, head_dim: int) -> tuple[PagedKVCache, tor
 def launch_step(cache: PagedKVCache, queries: torch.Tensor, **options: Any) -> None:
     from kvllm.attention.triton import TritonBackend
 
-    backend = TritonBackend(cache, 32, cache.shape.head_dim**-0.5)
+    backend = TritonBackend(cache, queries.shape[1], cache.shape.head_dim**-0.5)
     backend.run(0, queries, backend.plan(of_two(**options)))
 
 
 def launch_operations(cache: PagedKVCache, queries: torch.Tensor) -> None:
     from kvllm.kvcache.ops.gpu import GpuOperations
 
-    operations = GpuOperations(cache, compiled=False)
-    operations.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
+    operations, kv_heads = GpuOperations(cache, compiled=False), cache.shape.num_kv_heads
+    operations.store(0, queries[:, :kv_heads], queries[:, kv_heads : 2 * kv_heads], ints(33).long())
     operations.copy_blocks(ints(1).long(), ints(1).long())
-    operations.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
+    operations.compact(ints(1, 2, kv_heads, 256).long(), ints(2, 3).long(), ints(2, 1).long())
 
 
 def launch_scores(queries: torch.Tensor, *, plain: bool = True) -> None:
@@ -120,23 +131,11 @@ def launch_paged_keys(cache: PagedKVCache, queries: torch.Tensor, tables: torch.
 
 def launch_quantized(head_dim: int, names: list[str]) -> None:
     """What reads and writes codes: a decode, a chunk whose attention is observed, and moves of both parts of a pair."""
-    from kvllm.attention.triton import TritonBackend
-    from kvllm.kvcache.ops.gpu import GpuOperations
-
-    queries = torch.zeros(33, 32, head_dim, dtype=torch.bfloat16)
-    starts, index = torch.tensor([0, 1, 33], dtype=torch.int32), torch.zeros(33, dtype=torch.int32)
-    slots, mass = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, 8, 4096)
-    batch = AttentionBatch(starts, index, torch.zeros(2, 8, dtype=torch.int32), table_slots=slots, mass=mass)
-    kept, blocks = torch.zeros(1, 1, 8, 256, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
     for name in names:
-        cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 4)
-        backend = TritonBackend(cache, 32, 0.1)
-        backend.run(0, queries, backend.plan(batch))
-        operations = GpuOperations(cache, compiled=False)
-        operations.store(0, queries[:, :8], queries[:, 8:16], torch.zeros(33, dtype=torch.int64))
-        operations.copy_blocks(blocks[0], blocks[0])
-        operations.compact(kept, blocks, blocks)
-        launch_paged_keys(cache, queries[None].transpose(1, 2), blocks.int())
+        cache, queries = cache_and_queries(torch.bfloat16, head_dim, name)
+        launch_step(cache, queries, **KINDS["observed"](cache.shape.num_kv_heads))
+        launch_operations(cache, queries)
+        launch_paged_keys(cache, queries[None].transpose(1, 2), ints(1, 2))
 
 
 def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionBatch, window: int | None) -> None:
@@ -158,12 +157,9 @@ def launch_batch(num_sequences: int) -> None:
 
     holes: dict[str, Any] = {"packed_len": ints(num_sequences), "head_lengths": ints(2, num_sequences, 1)}
     observed: dict[str, Any] = {"table_slots": ints(num_sequences), "mass": torch.zeros(2, num_sequences, 1, 4096)}
-    windows: dict[str, Any] = {
-        "window_start": ints(num_sequences),
-        "windows": ScoreWindows(768, 768, 736, squared=True),
-    }
+    scored: dict[str, Any] = {"scored_from": ints(num_sequences)}
     quantized = ((KV_FORMATS["int8"], ({}, holes)), (KV_FORMATS["int6_int4_hadamard"], ({},)))
-    for kv_format, every in ((None, ({}, holes, observed, windows)), *quantized):
+    for kv_format, every in ((None, ({}, holes, observed, scored)), *quantized):
         shape = CacheShape(2, 1, 128, 16, torch.bfloat16, kv_format=kv_format, scored=kv_format is None)
         cache = PagedKVCache(shape, 4)
         backend, operations = TritonBackend(cache, 4, 0.1), GpuOperations(cache, compiled=False)

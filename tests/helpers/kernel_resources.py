@@ -28,7 +28,8 @@ MODULE = "tests.helpers.kernel_resources"
 TABLE = ROOT / "tests/kernels/resources.csv"
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that one program may have, by compute capability."""
-HEAD_DIMS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (128,)}
+HEAD_DIMS = {torch.bfloat16: (64, 96, 128, 256, 512, 576), torch.float16: (128,), torch.float32: (128, 512, 576)}
+LATENT_FORMATS = ("fp8_e4m3", "int8", "int4")
 FIGURES = ("registers", "local", "shared")
 """Registers of a thread, its bytes of memory for what these do not hold, bytes of shared memory of a program."""
 SHAPES = ("few", "every")
@@ -54,9 +55,10 @@ def launch_every(capability: int) -> None:
     for dtype, head_dims in HEAD_DIMS.items():
         for head_dim in head_dims:
             kernel_launches.launch_attention(dtype, head_dim)
-            if dtype == torch.bfloat16 and head_dim in (128, 256):
+            if dtype == torch.bfloat16 and head_dim >= 128:
                 names = [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 89]
-                kernel_launches.launch_quantized(head_dim, names)
+                formats = [name for name in names if head_dim != kernel_launches.LATENT or name in LATENT_FORMATS]
+                kernel_launches.launch_quantized(head_dim, formats)
         kernel_launches.launch_elementwise(dtype, 3)
     kernel_launches.launch_batch(3)
     kernel_launches.launch_rows(3)
@@ -89,7 +91,14 @@ def compiled_alone(capability: int) -> Iterator[dict[str, dict[str, Any]]]:
         kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in found:
             dtypes = [str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor)]
-            found[kernel.hash] = {"kernel": self.__name__, "dtypes": dtypes} | describe(self.__name__, kernel)
+            figures = describe(self.__name__, kernel)
+            found[kernel.hash] = {
+                "kernel": self.__name__,
+                "dtypes": dtypes,
+                "head_dim": options.get("HEAD_DIM", 0),
+                "ragged": options.get("RAGGED", False),
+                **figures,
+            }
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only

@@ -69,6 +69,15 @@ LAYERS = st.builds(
 )
 @example([list(range(130, 140))], {"head_dim": 128, "group": 2, "block_size": 256, "dtype": torch.float16}, PLAIN, 80)
 @example([list(range(130, 140))], {"head_dim": 128, "group": 2, "block_size": 256, "dtype": torch.float16}, PLAIN, 90)
+@example(
+    [[270], list(range(60, 64))],
+    {"head_dim": 576, "group": 20, "block_size": 16, "dtype": torch.float16, "shared": True},
+    PLAIN,
+    80,
+)
+@example(
+    [[70], list(range(60, 64))], {"head_dim": 512, "group": 2, "block_size": 16, "dtype": torch.float16}, PLAIN, 80
+)
 def attention(rows: list[list[int]], shape: dict, layer: LayerAttention, capability: int) -> None:
     """Decodes and chunks, with the tiles of two kinds of devices: narrower ones of wide codes and of 16 bits on one,
     whole ones in one copy on the other."""
@@ -87,6 +96,7 @@ def attention(rows: list[list[int]], shape: dict, layer: LayerAttention, capabil
     seed=st.integers(0, 1000),
 )
 @example((1, 1), 70, 256, torch.float16, 0)
+@example((1, 3), 40, 576, torch.float16, 0)
 def scores_of_windows(heads: tuple[int, int], window: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
     """With the tiles of devices that have little memory, which are other ones for wide heads."""
     from kvllm.kernels import capability as device

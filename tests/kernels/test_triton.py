@@ -19,7 +19,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.attention.base import AttentionBatch
-from kvllm.attention.layer import LayerAttention
+from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.compression import mass
 from kvllm.compression.methods import keydiff
@@ -88,6 +88,22 @@ def attention_matches_dense() -> None:
 
 
 @check
+def wide_heads_match_dense() -> None:
+    """Heads of 512, and latents: channels of two parts, query heads of several tiles, whose segments are longer. The
+    query tokens are beside the ends of tiles and of segments."""
+    rows = [[64], [0], list(range(40, 47)), [530], list(range(505, 515)), [1030]]
+    for head_dim, group, block_size, dtype in (
+        (512, 3, 32, torch.float16),
+        (512, 8, 256, torch.float32),
+        (528, 70, 16, torch.float16),
+        (576, 20, 16, torch.float16),
+        (576, 36, 64, torch.float32),
+    ):
+        options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+        assert_matches_dense(attention_cases.make_case(rows, shared=head_dim > 512, **options))
+
+
+@check
 def edges_of_tiles_and_segments() -> None:
     assert_matches_dense(attention_cases.make_case(attention_cases.EDGES, head_dim=16, group=3))
 
@@ -115,10 +131,12 @@ def long_sequences_have_larger_segments() -> None:
         patch.setattr(decode, "_MAX_SEGMENTS", 2)
         assert_matches_dense(case)
         assert_matches_dense(attention_cases.make_ragged_case(head_dim=16))
-        partials = decode.Partials.of(case.batch.query_start_loc, case.batch.last_kv_index, 4, 2048, 16)
+        partials = decode.Partials.of(case.batch.query_start_loc, case.batch.last_kv_index, 4, 2048, 16, 2)
     assert partials.first_segments.tolist() == [0, 2, 3, 3, 5, 7]
     assert partials.sequences[:7].tolist() == [0, 0, 1, 3, 3, 4, 4]
     assert partials.total.shape == (5, 4, 2)
+    assert decode.segments(20) == {"SEGMENT": 256, "MAX_SEGMENTS": 64}
+    assert decode.segments(128) == {"SEGMENT": 1024, "MAX_SEGMENTS": 16}
 
 
 @check
@@ -133,6 +151,7 @@ def decodes_alone() -> None:
 def holes_are_not_attended() -> None:
     assert_matches_dense(attention_cases.make_ragged_case(head_dim=16, group=2))
     assert_matches_dense(attention_cases.make_ragged_case(head_dim=64, group=1, block_size=64, dtype=torch.float16))
+    assert_matches_dense(attention_cases.make_ragged_case(head_dim=576, group=3, dtype=torch.float16, shared=True))
 
 
 @check
@@ -151,11 +170,11 @@ def tiles_of_keys_in_one_copy() -> None:
     """Blocks of whole tiles in 16 bits: chunks that begin and end beside the ends of tiles, with tiles that all query
     tokens attend before them, and a channel beyond the head's last one; a window's borders within a tile, and apart."""
     rows = [list(range(380, 388)), [500], list(range(3)), list(range(250, 262))]
-    for head_dim, group, layer in ((96, 3, "plain"), (256, 2, "all"), (16, 20, "window 100"), (32, 4, "window 5")):
-        case = attention_cases.make_case(
-            rows, head_dim=head_dim, group=group, block_size=256, dtype=torch.float16, seed=head_dim
-        )
-        case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
+    cases = ((96, 3, "plain"), (256, 2, "all"), (16, 20, "window 100"), (32, 4, "window 5"), (64, 4, "latents"))
+    for head_dim, group, layer in cases:
+        shape = {"head_dim": head_dim, "group": group, "block_size": 256, "dtype": torch.float16}
+        case = attention_cases.make_case(rows, shared=layer == "latents", seed=head_dim, **shape)
+        case = attention_cases.with_options(case, attention_cases.OPTIONS.get(layer, PLAIN))
         assert case.backend("triton").plan(case.batch).tiles.boxes
         assert_matches_dense(case)
         case.queries *= 100
@@ -225,8 +244,10 @@ def attention_mass() -> None:
         (96, 3, 16, torch.float32, "plain"),
         (64, 4, 64, torch.float16, "soft cap"),
         (16, 1, 256, torch.float32, "sinks"),
+        (576, 20, 16, torch.float16, "plain"),
     ):
         options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+        options["shared"] = head_dim > 512
         case = attention_cases.make_case([[64], [0], list(range(35)), list(range(40, 59)), [600]], **options)
         case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
         mass = torch.rand(1, 7, attention_cases.KV_HEADS, 700)
@@ -250,15 +271,14 @@ def attention_mass_of_decodes_alone() -> None:
 
 
 @check
-def scores_of_windows() -> None:
-    """Three kinds of windows in three kinds of caches."""
-    attention_cases.assert_scores("triton", pairwise=True)
+def observed_scores() -> None:
+    attention_cases.assert_scores("triton", short=True)
 
 
 @check
-def scores_of_windows_of_a_layer_with_options() -> None:
+def observed_scores_of_a_layer_with_options() -> None:
     layer = LayerAttention(soft_cap=0.5, sinks=True)
-    case = attention_cases.make_scored_case(attention_cases.WINDOWS[1], [(16, 16), (95, 16), (160, 0)])
+    case = attention_cases.make_scored_case([(16, 16), (95, 16), (160, 0)])
     case = attention_cases.with_options(case, layer)
     expected = attention_cases.dense_scores(case)
     case.run("triton")
@@ -317,6 +337,7 @@ def bits_of_a_row_do_not_depend_on_the_batch() -> None:
 def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
     """Every chunk from one row, which is a decode, to all of them, across the end of a segment."""
     case = attention_cases.make_case([list(range(507, 517))], head_dim=16, group=3)
+    latents = attention_cases.make_case([list(range(255, 258))], head_dim=576, group=20, shared=True)
     with pytest.MonkeyPatch.context() as patch:
         # The interpreter multiplies with BLAS, whose order of summation depends on a row's place in the matrix.
         patch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).astype(dtype).sum(1))
@@ -325,6 +346,7 @@ def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
             for start in range(0, 10, size):
                 rows = slice(start, min(10, start + size))
                 assert torch.equal(part(case, 0, rows).run("triton"), together[rows])
+        assert torch.equal(part(latents, 0, slice(1, 2)).run("triton"), latents.run("triton")[1:2])
 
 
 @check
@@ -351,6 +373,11 @@ def store() -> None:
                 expected[1, 1, slot // 16, :, slot % 16] = values[row]
         store_kv(cache.keys(1), cache.values(1), keys, values, slots)
         assert torch.equal(bits_of(cache.data), bits_of(expected))
+    cache = random_cache(torch.bfloat16, head_dim=576, shared=True)
+    expected, latents = cache.data.clone(), random_cache(torch.bfloat16, head_dim=576).data[0, 0, :2, :, 3].contiguous()
+    expected[1, 0, 2, :, 5], expected[1, 0, 11, :, 0] = latents
+    store_kv(cache.keys(1), cache.values(1), latents, latents, torch.tensor([2 * 16 + 5, 11 * 16]))
+    assert torch.equal(bits_of(cache.data), bits_of(expected))
 
 
 @check
@@ -374,7 +401,8 @@ def compaction() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for destinations in (sources[:, :5].contiguous(), torch.tensor([[10, 4, 9, 5, 12], [7, -1, -1, -1, -1]])):
             for ragged in (False, True):
-                cache = random_cache(dtype, num_blocks=13)
+                latents = ragged and dtype == torch.bfloat16
+                cache = random_cache(dtype, num_blocks=13, head_dim=576 if latents else 48, shared=latents)
                 kept = random_kept(2, [96, 32], 3, [75, 16], ragged=ragged)
                 expected = literal_compaction(bits_of(cache.data), kept, sources, destinations)
                 compact(cache.data, kept, sources, destinations)
@@ -405,6 +433,8 @@ def scores_of_a_window() -> None:
         (64, 4, 2, 70, torch.float32),
         (96, 3, 3, 150, torch.float16),  # two tiles of keys and of rows
         (4, 8, 1, 50, torch.float32),
+        (576, 5, 1, 70, torch.float16),
+        (576, 5, 1, 40, torch.float32),
     ):
         queries, keys = window_tensors(0, 2, heads, kv_heads, window, head_dim, dtype)
         found = window_scores(queries, keys, window - 13, head_dim**-0.5)
@@ -450,7 +480,7 @@ def scores_from_rows_of_a_step() -> None:
 def methods_choose_the_same_from_keys_in_blocks() -> None:
     """As from copies of them, in two layers at once where no queries say otherwise; the cache has NaNs everywhere else,
     and the last block of a window is not full."""
-    for head_dim, block_size, dtype in ((64, 16, torch.float32), (96, 32, torch.float16)):
+    for head_dim, block_size, dtype in ((64, 16, torch.float32), (96, 32, torch.float16), (576, 32, torch.float16)):
         cache = PagedKVCache(CacheShape(2, 2, head_dim, block_size, dtype), 12)
         cache.data.fill_(float("nan"))
         tables = torch.tensor([[7, 0, 3, 11, 5, 1], [9, 4, 2, 10, 6, 8]], dtype=torch.int32)[:, : 96 // block_size]
@@ -663,12 +693,14 @@ def what_the_backend_refuses() -> None:
         "float32, not torch.float64": {"dtype": torch.float64},
         "power of two from 16 on, not 8": {"block_size": 8},
         "power of two from 16 on, not 48": {"block_size": 48},
-        "multiple of 16 up to 256, not 72": {"head_dim": 72},
-        "multiple of 16 up to 256, not 272": {"head_dim": 272},
+        "multiple of 16 up to 512, or 576 in latent attention, not 72": {"head_dim": 72},
+        "latent attention, not 576": {"head_dim": 576},
+        "latent attention, not 592": {"head_dim": 592, "shared": True},
     }.items():
         with pytest.raises(ConfigError, match=message):
             make_backend("triton", PagedKVCache(replace(shape, **fields), 2), 4, 1.0)
-    assert make_backend("triton", PagedKVCache(shape, 2), 4, 1.0).name == "triton"
+    for fields in ({}, {"head_dim": 512}, {"head_dim": 576, "shared": True}):
+        assert make_backend("triton", PagedKVCache(replace(shape, **fields), 2), 4, 1.0).name == "triton"
 
 
 @pytest.mark.parametrize(

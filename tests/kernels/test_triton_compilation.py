@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.kernel_launches import LATENT
 from tests.helpers.kernel_resources import FIGURES, SHARED_MEMORY, compiled, largest, written
 from tests.helpers.processes import ROOT
 
@@ -48,10 +49,12 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, shapes: str) -> 
     assert {each["kernel"] for each in kernels} == launched
     for each in kernels:
         assert each["shared"] <= SHARED_MEMORY[capability] - MARGIN, each
-        assert each["local"] <= PARKED, each
+        latents = each["head_dim"] == LATENT and each["dtypes"][:3] == ["bfloat16"] * 3 and not each["ragged"]
+        assert each["local"] <= (0 if latents else PARKED), each
     assert_as_written(kernels, capability)
     if capability == 90:
-        prefills = [each for each in kernels if each["kernel"] == "_attend_chunks" and each["tensor_cores"]]
+        chunks = [each for each in kernels if each["kernel"] == "_attend_chunks" and each["tensor_cores"]]
+        prefills = [each for each in chunks if each["head_dim"] <= 256]
         assert all(each["warp_groups"] and not each["local_instructions"] for each in prefills)
         # Not in small blocks, in quantized ones, and where heads have evicted KV pairs.
         assert {each["boxes"] for each in prefills} == {False, True}

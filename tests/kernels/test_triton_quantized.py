@@ -59,16 +59,19 @@ def attention_matches_dense(name: str) -> None:
         case = attention_cases.make_case(rows, head_dim=head_dim, **common)
         case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
         attention_cases.assert_matches_dense(case, "triton", TOLERANCE[dtype])
+    latents = KV_FORMATS[name].keys == KV_FORMATS[name].values and not KV_FORMATS[name].keys.rotated
+    wide = {"head_dim": 576 if latents else 512, "group": 3, "dtype": torch.float16, "kv_cache_dtype": name}
+    case = attention_cases.make_case(rows, shared=latents, **wide)
+    attention_cases.assert_matches_dense(case, "triton", TOLERANCE[torch.float16])
     ragged = attention_cases.make_ragged_case(head_dim=16, group=1, kv_cache_dtype=name)
     attention_cases.assert_matches_dense(ragged, "triton", TOLERANCE[torch.float32])
 
 
 def scores_that_methods_see(name: str) -> None:
-    """Those of windows, and the attention mass, follow from keys as attention has them."""
+    """Observed scores, and the attention mass, follow from keys as attention has them."""
     from kvllm.kernels.codes import as_kernels_read
 
-    windows = attention_cases.WINDOWS[1]
-    case = attention_cases.make_scored_case(windows, [(95, 16), (111, 16)], head_dim=32, kv_cache_dtype=name)
+    case = attention_cases.make_scored_case([(95, 16), (111, 16)], head_dim=32, kv_cache_dtype=name)
     expected = attention_cases.dense_scores(case)
     case.run("triton")
     torch.testing.assert_close(case.cache.scores.double(), expected, atol=1e-5, rtol=1e-5)

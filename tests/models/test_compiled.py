@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.base import AttentionBatch
 from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
@@ -188,14 +188,13 @@ class _InParts:
     def context(self, num_tokens: list[int], cached: list[int], *, scored: bool = False) -> PartedAttention:
         starts = torch.tensor([0, *num_tokens]).cumsum(0).int()
         of_tokens = torch.arange(2).repeat_interleave(torch.tensor(num_tokens))
-        windows = ScoreWindows(8, 8, 6, squared=True)
         parts = []
         for tables, ahead in zip(self.tables, ([0, 0], [5, 9]), strict=True):
             index = self.index(num_tokens, cached, ahead)
             slots = tables[of_tokens, index // 4].long() * 4 + index % 4
             batch = AttentionBatch(starts, index.int(), tables)
             if scored:
-                batch = replace(batch, window_start=torch.tensor(ahead).int(), windows=windows)
+                batch = replace(batch, scored_from=torch.tensor(ahead).int())
             parts.append(AttentionContext(self.backend, self.operations, self.backend.plan(batch), slots))
         return PartedAttention(parts, [0, 1, 0])
 
@@ -234,4 +233,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     tables = [[one], one, one, one, [one], [one], None, None, [0], [0], [0], None, []]
     rest = [None] * 6 + [[], []]
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
-        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 0, 0, 0, False, 1.0, *rest)
+        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 1.0, *rest)

@@ -59,7 +59,7 @@ def params(**options: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 7, "ignore_eos": True} | options))
 
 
-RECURRENT = "forks, recurrent layers"
+RECURRENT, LATENTS = "forks, recurrent layers", "latents, keydiff"
 
 
 def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
@@ -86,6 +86,7 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
         RECURRENT: (forks, [*sampled[:1], params()]),
         "kara": ({"compression": paper_compression(method="kara", retain_tokens=9, **chunks)}, [params()] * 2),
         "h2o": ({"compression": paper_compression(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
+        LATENTS: ({"compression": paper_compression(method="keydiff", retain_tokens=9, **window)}, [params()] * 2),
         "int8, adakv": (
             {"kv_cache_dtype": "int8", "compression": paper_compression(method="adakv", **cache)},
             [params()] * 2,
@@ -314,15 +315,15 @@ NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name fo
 
 def run_cases(*, long: bool) -> None:
     failures = {}
-    with TemporaryDirectory() as directory, TemporaryDirectory() as recurrent:
+    with TemporaryDirectory() as directory, TemporaryDirectory() as recurrent, TemporaryDirectory() as latents:
         model = make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
         make_draft(Path(directory), model)
         of_states = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         make_checkpoint(Path(recurrent), **{**FAMILIES["qwen3.5"], "num_attention_heads": 2, **of_states})
-        checks = {
-            name: partial(check_case, Path(recurrent if name == RECURRENT else directory), *case)
-            for name, case in cases().items()
-        }
+        of_latents = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        make_checkpoint(Path(latents), **{**FAMILIES["glm4-moe-lite"], **of_latents})
+        paths = {RECURRENT: recurrent, LATENTS: latents}
+        checks = {name: partial(check_case, Path(paths.get(name, directory)), *case) for name, case in cases().items()}
         checks[MODEL_DRAFTS] = partial(check_drafts, Path(directory), drafts_of(Path(directory)))
         checks[ADAPTERS] = partial(check_adapters, Path(directory))
         checks[SCORED_DRAFTS] = partial(check_scored_drafts, Path(directory))

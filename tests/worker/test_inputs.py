@@ -35,9 +35,9 @@ class Worker:
         shape = CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32)
         self.ragged, self.mass = RaggedLengths(shape, MAX_SEQS, CPU), AttentionMass(shape, MAX_SEQS, 1, CPU)
         scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
-        backend, length = make_backend("reference", scored, 3, 1.0), MAX_BLOCKS * BLOCK_SIZE
+        backend = make_backend("reference", scored, 3, 1.0)
         self.scores = ObservedScores(
-            make_operations(scored), backend, [self.tables], 1, MAX_SEQS, length, [0] * scored.shape.num_layers
+            make_operations(scored), backend, [self.tables], 1, MAX_SEQS, [0] * scored.shape.num_layers
         )
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []
@@ -159,7 +159,7 @@ def test_inputs_written_out() -> None:
         "packed_len": [0, 4, 0],
         "head_lengths": [[[0, 0, 0], [4, 1, 2], [0, 0, 0]], [[0, 0, 0], [3, 3, 4], [0, 0, 0]]],
         "table_slots": [second.table_slot, first.table_slot, MAX_SEQS],
-        "window_start": [[NEVER, 4, NEVER]],
+        "scored_from": [[NEVER, 4, NEVER]],
         "block_tables_1": [[1, 0], [8, 3], [0, 0]],
     }
     assert inputs.memory.numel() == inputs.shape.num_bytes

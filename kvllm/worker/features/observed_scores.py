@@ -6,7 +6,7 @@ output is scored, whose blocks no other sequence scores in: what it shares with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Self
@@ -14,7 +14,7 @@ from typing import Generic, Self
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan, ScoredChunk, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan, ScoredChunk
 from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.compression.registry import MethodInputs
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
@@ -34,10 +34,9 @@ compressed. So what it was attended long ago counts no more than what it was att
 
 
 class ObservedScores(StepFeature):
-    """Where the scored windows of each running sequence begin, and their scores in a cache.
+    """Which KV pairs of running sequences are scored, and their scores in a cache.
 
-    window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
-        that is not scored.
+    scored_from: int32 `[num_slots]`, on the host: the first of them; NEVER for a sequence that has none.
     uncompressed: int32 `[num_slots]`, on the host: the first KV pair after all survivors, which are chosen from again.
     tables: of the first parts, those whose layers attend all tokens. part_of: the part of each layer.
     recorded_rows: most query tokens of sequences that decode or have drafts, in a recorded pass; 0: none has a draft.
@@ -50,7 +49,6 @@ class ObservedScores(StepFeature):
         tables: Sequence[BlockTables],
         buffer: int,
         num_slots: int,
-        max_model_len: int,
         part_of: Sequence[int],
         recorded_rows: int = 0,
     ) -> None:
@@ -61,13 +59,12 @@ class ObservedScores(StepFeature):
         self.part_of = part_of
         self._of_graphs = HeldQueries(recorded_rows) if recorded_rows else None
         self._drafted: DraftedChunks | None = None
-        self.tensors = (StepTensor("window_start", padding=NEVER, parts=len(tables)),)
-        self.captures = backend.scores_windows
+        self.tensors = (StepTensor("scored_from", padding=NEVER, parts=len(tables)),)
+        self.captures = backend.adds_scores
         self.scores = operations.cache.scores
         self.block_size = operations.cache.shape.block_size
         self.num_unscored = buffer
-        self.windows = ScoreWindows(max_model_len, max_model_len, max_model_len, squared=True)
-        self.window_start = np.full(num_slots, NEVER, dtype=np.int32)
+        self.scored_from = np.full(num_slots, NEVER, dtype=np.int32)
         self.uncompressed = np.full(num_slots, NEVER, dtype=np.int32)
 
     @classmethod
@@ -75,29 +72,29 @@ class ObservedScores(StepFeature):
         config, compression = worker.config, worker.config.active_compression
         if compression is None or not compression.spec.reselects:
             return None
-        tables, sizes = worker.tables.parts[: worker.tables.full_parts], (config.max_num_seqs, config.max_model_len)
+        tables = worker.tables.parts[: worker.tables.full_parts]
         part_of = part_of_layers(config, worker.shape.num_layers)
         graphs = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens, 1 + config.most_drafts)
         rows = graphs.num_logits(graphs.all()[0]) if config.most_drafts else 0
-        return cls(worker.operations, worker.backend, tables, compression.buffer, *sizes, part_of, rows)
+        return cls(worker.operations, worker.backend, tables, compression.buffer, config.max_num_seqs, part_of, rows)
 
     def start(self, table_slot: int, start: SequenceStart) -> None:
-        self.window_start[table_slot] = NEVER
+        self.scored_from[table_slot] = NEVER
 
     def before_compression(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
         for start in plan.scored:
             self.observe(states[start.seq_id].table_slot, start.kv_index)
 
     def observe(self, table_slot: int, kv_index: int) -> None:
-        """Windows from KV pair `kv_index` on are scored."""
-        self.window_start[table_slot] = self.uncompressed[table_slot] = kv_index
+        """KV pairs from `kv_index` on are scored."""
+        self.scored_from[table_slot] = self.uncompressed[table_slot] = kv_index
 
     def save(self, table_slot: int) -> Restore:
-        """Of where a sequence's windows begin. Its scores move with its blocks."""
-        window_start, uncompressed = self.window_start[table_slot], self.uncompressed[table_slot]
+        """Of where a sequence's scores begin. These move with its blocks."""
+        scored_from, uncompressed = self.scored_from[table_slot], self.uncompressed[table_slot]
 
         def restore(table_slot: int) -> None:
-            self.window_start[table_slot], self.uncompressed[table_slot] = window_start, uncompressed
+            self.scored_from[table_slot], self.uncompressed[table_slot] = scored_from, uncompressed
 
         return restore
 
@@ -106,7 +103,7 @@ class ObservedScores(StepFeature):
 
         kv_length: KV pairs of the sequence in a part. What no compression has covered is at the end of it in all parts.
         """
-        index = np.arange(size) + self.window_start[state.table_slot]
+        index = np.arange(size) + self.scored_from[state.table_slot]
         uncovered = state.cached_length - self.uncompressed[state.table_slot]
         is_survivor = index < kv_length - uncovered
         return np.where(is_survivor, PRIOR + uncovered, kv_length - index).astype(np.float32)
@@ -145,16 +142,14 @@ class ObservedScores(StepFeature):
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
 
     def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
-        starts = np.broadcast_to(self.window_start[table_slots], (len(self.tables), len(table_slots)))
-        write_rows(inputs.array("window_start"), starts, padding=NEVER)
+        starts = np.broadcast_to(self.scored_from[table_slots], (len(self.tables), len(table_slots)))
+        write_rows(inputs.array("scored_from"), starts, padding=NEVER)
 
     def attend(self, attention: PassAttention) -> None:
         inputs = attention.inputs
-        if not (inputs.shape.is_decode and self.backend.scores_windows):
-            scorer = WindowScorer(self.operations, self.windows)
+        if not (inputs.shape.is_decode and self.backend.adds_scores):
+            scorer = ChunkScorer(self.operations)
             attention.backend = ScoringBackend(attention.backend, scorer, self._held(inputs))
-        for fields in attention.fields[: len(self.tables)]:
-            fields["windows"] = self.windows
 
     def _held(self, inputs: StepInputs) -> HeldQueries | None:
         """What gets the queries of a pass, if drafts may be among them."""
@@ -167,7 +162,7 @@ class ObservedScores(StepFeature):
     def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
         """Query tokens whose scores the attention backend does not add up get them in another way."""
         self._drafted = None
-        if self.backend.scores_windows and max(batch.num_tokens) == 1:
+        if self.backend.adds_scores and max(batch.num_tokens) == 1:
             return None
         chunks = [self._chunks(batch, tables) for tables in self.tables]
         known = [tuple(chunk for chunk in of_part if not batch.has_draft(chunk.sequence)) for of_part in chunks]
@@ -180,15 +175,15 @@ class ObservedScores(StepFeature):
         """Add the scores of queries that have turned out to be the sequences'."""
         if self._drafted is None or self._drafted.queries is None:
             return
-        scorer = WindowScorer(self.operations, self.windows)
+        scorer = ChunkScorer(self.operations)
         num_queries = {state.table_slot: 1 + count for state, count in zip(states, counts, strict=True)}
         for part, tables in enumerate(self.tables):
             block_tables = to_device(tables.table[self._drafted.table_slots], self.scores.device)
             found = scorer.prepare(self._drafted.right(part, num_queries), block_tables)
             for layer, (queries, softmax) in self._drafted.queries.of_layers.items():
                 if self.part_of[layer] == part:
-                    for windows in found:
-                        scorer.add(layer, queries, softmax, windows)
+                    for chunks in found:
+                        scorer.add(layer, queries, softmax, chunks)
         self._drafted = None
 
     def _chunks(self, batch: StepBatch, tables: BlockTables) -> tuple[ScoredChunk, ...]:
@@ -196,8 +191,8 @@ class ObservedScores(StepFeature):
         chunks, begin = [], 0
         lengths = tables.kv_lengths(batch.table_slots).tolist()
         for i, (state, count, length) in enumerate(zip(batch.states, batch.num_tokens, lengths, strict=True)):
-            start = int(self.window_start[state.table_slot])
-            if start < length + count and (count > 1 or not self.backend.scores_windows):
+            start = int(self.scored_from[state.table_slot])
+            if start < length + count and (count > 1 or not self.backend.adds_scores):
                 chunks.append(ScoredChunk(i, begin, begin + count, length, start))
             begin += count
         return tuple(chunks)
@@ -210,12 +205,12 @@ def _score(chunks: list[tuple[ScoredChunk, ...]], attention: PassAttention) -> N
 
 
 @dataclass(frozen=True)
-class ScoredWindows:
-    """Windows W of a pass that are alike: as many query tokens T, equally far from the beginning, to as many keys K.
+class ScoredChunks:
+    """Chunks C of a pass that are alike: as many query tokens T, as far from the first of as many scored keys K.
 
-    rows: int64 `[W * T]`, of the batch's query tokens. tables: int32 `[W, n]`, blocks from a window's first on.
+    rows: int64 `[C * T]`, of the batch's query tokens. tables: int32 `[C, n]`, blocks from the first key's on.
     last_kv_index: int64 `[T]`, the key up to which each token attends.
-    blocks, slots: int64 `[W, K]`, where the scores of the keys are. num_seen: keys that have a score already.
+    blocks, slots: int64 `[C, K]`, where the scores of the keys are. num_seen: keys that have a score already.
     """
 
     rows: torch.Tensor
@@ -267,106 +262,87 @@ class DraftedChunks:
         return [replace(chunk, end=chunk.begin + count) for chunk, count in pairs if count]
 
 
-class WindowScorer:
+class ChunkScorer:
     """Adds up scores of KV pairs by a second product of queries and keys."""
 
-    def __init__(self, operations: KVOperations, windows: ScoreWindows) -> None:
+    def __init__(self, operations: KVOperations) -> None:
         self.operations = operations
         self.cache = operations.cache
-        self.windows = windows
 
-    def prepare(self, chunks: Iterable[ScoredChunk], block_tables: torch.Tensor) -> list[ScoredWindows]:
-        """Windows that are alike are scored at once: there are many where a text is computed again.
+    def prepare(self, chunks: Iterable[ScoredChunk], block_tables: torch.Tensor) -> list[ScoredChunks]:
+        """Chunks that are alike are scored at once: there are many with drafts.
 
         block_tables: int32 `[S, n]`.
         """
-        alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+        alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for chunk in chunks:
-            for start, begin, end in windows_of(chunk, self.windows):
-                key = end - begin, begin - start, min(self.windows.num_scored, end - start)
-                alike.setdefault(key, []).append((chunk.sequence, start, chunk.begin + begin - chunk.kv_index))
-        return [self._windows(block_tables, *key, each) for key, each in alike.items()]
+            skipped = max(0, chunk.scored_from - chunk.kv_index)
+            if (num_tokens := chunk.end - chunk.begin - skipped) > 0:
+                key = num_tokens, chunk.kv_index + skipped - chunk.scored_from
+                alike.setdefault(key, []).append((chunk.sequence, chunk.scored_from, chunk.begin + skipped))
+        return [self._alike(block_tables, *key, each) for key, each in alike.items()]
 
-    def _windows(
-        self,
-        block_tables: torch.Tensor,
-        num_tokens: int,
-        offset: int,
-        num_scored: int,
-        windows: list[tuple[int, int, int]],
-    ) -> ScoredWindows:
-        """windows: the sequence of each, its first KV pair, and the row of its first query token."""
-        device, block_size = block_tables.device, self.cache.shape.block_size
-        sequences, starts, rows = to_device(windows, device, torch.int64).view(-1, 3, 1).unbind(1)
-        keys = torch.arange(num_scored, device=device)
-        index = starts // block_size + torch.arange(-(-num_scored // block_size), device=device)
-        tables = block_tables[sequences, index]
-        tokens = torch.arange(num_tokens, device=device)
-        return ScoredWindows(
+    def _alike(
+        self, block_tables: torch.Tensor, num_tokens: int, num_seen: int, chunks: list[tuple[int, int, int]]
+    ) -> ScoredChunks:
+        """chunks: the sequence of each, its first scored KV pair, and the row of its first query token."""
+        device, block_size, num_keys = block_tables.device, self.cache.shape.block_size, num_seen + num_tokens
+        sequences, starts, rows = to_device(chunks, device, torch.int64).view(-1, 3, 1).unbind(1)
+        keys, tokens = torch.arange(num_keys, device=device), torch.arange(num_tokens, device=device)
+        tables = block_tables[sequences, starts // block_size + torch.arange(-(-num_keys // block_size), device=device)]
+        return ScoredChunks(
             (rows + tokens).flatten(),
             tables,
-            (offset + tokens).clamp_(max=num_scored - 1),
+            num_seen + tokens,
             tables[:, keys // block_size].long(),
-            (keys % block_size).expand(len(windows), -1),
-            min(offset, num_scored),
+            (keys % block_size).expand(len(chunks), -1),
+            num_seen,
         )
 
-    def add(self, layer: int, queries: torch.Tensor, softmax: Softmax, windows: ScoredWindows) -> None:
-        """Add the scores of windows, which share no key. queries: `[T, query_heads, head_dim]`."""
+    def add(self, layer: int, queries: torch.Tensor, softmax: Softmax, chunks: ScoredChunks) -> None:
+        """Add what chunks give their keys, of which no other has one. queries: `[T, query_heads, head_dim]`."""
         assert self.cache.scores is not None
-        num_windows, num_scored = windows.blocks.shape
+        num_chunks, num_keys = chunks.blocks.shape
         mass = batched_attention_mass(
-            queries[windows.rows].unflatten(0, (num_windows, -1)).transpose(1, 2),
-            self.operations.gather_keys([layer], windows.tables, num_scored),
-            num_scored,
-            windows.last_kv_index,
-            squared=self.windows.squared,
+            queries[chunks.rows].unflatten(0, (num_chunks, -1)).transpose(1, 2),
+            self.operations.gather_keys([layer], chunks.tables, num_keys),
+            num_keys,
+            chunks.last_kv_index,
+            squared=True,
             softmax=softmax,
         ).transpose(1, 2)
-        scores, seen = self.cache.scores[self.cache.place(layer)], windows.num_seen
-        mass[:, :seen] += scores[windows.blocks[:, :seen], :, windows.slots[:, :seen]]
-        scores[windows.blocks, :, windows.slots] = mass
+        scores, seen = self.cache.scores[self.cache.place(layer)], chunks.num_seen
+        mass[:, :seen] += scores[chunks.blocks[:, :seen], :, chunks.slots[:, :seen]]
+        scores[chunks.blocks, :, chunks.slots] = mass
 
 
-class ScoringBackend(AttentionBackend[tuple[Plan, list[ScoredWindows]]], Generic[Plan]):
+class ScoringBackend(AttentionBackend[tuple[Plan, list[ScoredChunks]]], Generic[Plan]):
     """A backend, and the scores of sequences that it leaves to others. held: gets the queries of a pass with drafts."""
 
     name = "scoring"
 
-    def __init__(self, backend: AttentionBackend[Plan], scorer: WindowScorer, held: HeldQueries | None) -> None:
+    def __init__(self, backend: AttentionBackend[Plan], scorer: ChunkScorer, held: HeldQueries | None) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.scorer = scorer
         self.held = held
 
-    def plan(self, batch: AttentionBatch) -> tuple[Plan, list[ScoredWindows]]:
+    def plan(self, batch: AttentionBatch) -> tuple[Plan, list[ScoredChunks]]:
         return self.backend.plan(batch), self.scorer.prepare(batch.scored_chunks, batch.block_tables)
 
     def run(
         self,
         layer: int,
         queries: torch.Tensor,
-        plan: tuple[Plan, list[ScoredWindows]],
+        plan: tuple[Plan, list[ScoredChunks]],
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         inner, every = plan
         options = self.layers[layer]
         if options.window is None:
             softmax = Softmax(self.scale, options.soft_cap, sinks)
-            for windows in every:
-                self.scorer.add(layer, queries, softmax, windows)
+            for chunks in every:
+                self.scorer.add(layer, queries, softmax, chunks)
             if self.held:
                 self.held.hold(layer, queries, softmax)
         return self.backend.run(layer, queries, inner, sinks)
-
-
-def windows_of(chunk: ScoredChunk, windows: ScoreWindows) -> Iterator[tuple[int, int, int]]:
-    """Each window that tokens of a chunk take part in: where it begins, and the first and the end of their KV pairs."""
-    begin, end = max(chunk.kv_index, chunk.window_start), chunk.kv_index + chunk.end - chunk.begin
-    if begin >= end:
-        return
-    first = chunk.window_start + (begin - chunk.window_start) // windows.stride * windows.stride
-    if first > chunk.window_start and windows.before(begin - first):
-        first -= windows.stride
-    for start in range(first, end, windows.stride):
-        yield start, max(begin, start), min(end, start + windows.size)

@@ -28,7 +28,7 @@ class RecallingBackend(AttentionBackend[Plan]):
         self.backend = backend
         self.recall = recall
         self.groups = groups
-        self.scores_windows = backend.scores_windows
+        self.adds_scores = backend.adds_scores
 
     def plan(self, batch: AttentionBatch) -> Plan:
         return self.backend.plan(batch)

@@ -1,4 +1,4 @@
-// Scores of KV pairs while queries pass by: what each of the queries of a KV head gives the pairs of a window.
+// Scores of KV pairs while queries pass by: what the queries of a KV head give them.
 #pragma once
 
 #include "simd.h"
@@ -6,11 +6,10 @@
 namespace kvllm {
 namespace {
 
-// added[pair] <- sum over `num_queries` rows of their softmax over the first `count` scores, and over one of `sinks`
-// for each row, unless that is null; or of its squares. The rows, `stride` floats apart, are overwritten; they have
+// added[pair] <- sum over `num_queries` rows of the squares of their softmax over the first `count` scores, and over
+// one of `sinks` for each row, unless that is null. The rows, `stride` floats apart, are overwritten; they have
 // room for whole vectors, as `added` has.
-inline void add_window(float* scores, int num_queries, int stride, int count, bool squared, const float* sinks,
-                       float* added) {
+inline void add_squares(float* scores, int num_queries, int stride, int count, const float* sinks, float* added) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   for (int query = 0; query < num_queries; ++query) {
     float* row = scores + query * stride;
@@ -32,8 +31,8 @@ inline void add_window(float* scores, int num_queries, int stride, int count, bo
     const Vec inverse = div(broadcast(1.0f), total);
     for (int pair = 0; pair < count; pair += kLanes) {
       const Vec probability = mul(load(row + pair), inverse);
-      const Vec term = squared ? mul(probability, probability) : probability;
-      store(added + pair, query == 0 ? term : add(load(added + pair), term));
+      const Vec square = mul(probability, probability);
+      store(added + pair, query == 0 ? square : add(load(added + pair), square));
     }
   }
 }
