@@ -259,12 +259,7 @@ class LLM(PoolingMethods):
 
     def reset_prefix_cache(self) -> bool:
         """Let later requests find nothing of what is cached so far. Returns True."""
-
-        def reset() -> RequestOutput:
-            self.llm_engine.reset_prefix_cache()
-            return RequestOutput("", None, [], [], finished=True)
-
-        self._calls.run([("", reset)], lambda _: None)
+        self._calls.run([("", self.llm_engine.reset_prefix_cache)], lambda _: None)
         return True
 
     def stats(self) -> EngineStats:
