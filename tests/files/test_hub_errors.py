@@ -101,7 +101,7 @@ def test_an_architecture_that_kvllm_has_not(hub, checkpoint):
     hub.add_folder(REPO, checkpoint, **{"config.json": json.dumps(config).encode()})
     message = refusal(hub)
     assert "models--org--tiny-llama" in message
-    assert "unsupported architecture MambaForCausalLM, which has state spaces: kvllm runs DeepseekV3" in message
+    assert "unsupported architecture MambaForCausalLM, which has state spaces: kvllm runs Cohere2" in message
 
 
 def test_options_that_do_not_fit_the_model(hub, checkpoint):
