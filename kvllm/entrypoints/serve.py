@@ -5,7 +5,7 @@ Without MODEL, the small reasoning model that comes with the package is served.
     kvllm serve
     kvllm serve Qwen/Qwen3-0.6B
     kvllm serve path/to/Qwen3-0.6B --port 8080 --kv-cache-memory-bytes 2G
-    kvllm serve path/to/Qwen3-0.6B --compression method=kara,policy=periodic
+    kvllm serve path/to/Qwen3-0.6B --compression policy=pressure
     KVLLM_API_KEY=secret kvllm serve path/to/Qwen3-0.6B --host 0.0.0.0
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
