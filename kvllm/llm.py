@@ -259,7 +259,12 @@ class LLM(PoolingMethods):
 
     def reset_prefix_cache(self) -> bool:
         """Let later requests find nothing of what is cached so far. Returns True."""
-        self._calls.run([("", self.llm_engine.reset_prefix_cache)], lambda _: None)
+
+        def reset() -> RequestOutput:
+            self.llm_engine.reset_prefix_cache()
+            return RequestOutput("", None, [], [], finished=True)
+
+        self._calls.run([("", reset)], lambda _: None)
         return True
 
     def stats(self) -> EngineStats:

@@ -113,21 +113,25 @@ def simulated_engine_loop(step_seconds: Callable[[], float], after_turn: Callabl
     """
 
     class SimulatedEngineLoop(EngineLoop[Any]):
-        def _start(self) -> None:
-            self._events = asyncio.get_running_loop()
-            self._is_due = False
+        _is_due = False
 
-        def submit(self, order: Callable[[Any], None]) -> None:
-            super().submit(order)
+        def _start(self) -> None:
+            """The event loop is the thread."""
+
+        def _wake(self) -> None:
             self._take_turn_later()
 
         def stop(self) -> None:
             self._stopping = True
 
+        @property
+        def is_idle(self) -> bool:
+            return not self._inbox and not self._has_work()
+
         def _take_turn_later(self) -> None:
             if not (self._is_due or self._stopping or self.failure):
                 self._is_due = True
-                self._events.call_later(step_seconds(), self._take_turn)
+                asyncio.get_running_loop().call_later(step_seconds(), self._take_turn)
 
         def _take_turn(self) -> None:
             self._is_due = False
@@ -137,12 +141,12 @@ def simulated_engine_loop(step_seconds: Callable[[], float], after_turn: Callabl
                 self._turn()
                 after_turn(self.engine)
             except Interrupted:
-                self._idle = False
+                pass
             except AssertionError:
                 raise
             except BaseException as error:
                 self._fail(error)
-            if not self._idle:
+            if not self.is_idle:
                 self._take_turn_later()
 
     return SimulatedEngineLoop
