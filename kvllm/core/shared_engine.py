@@ -14,7 +14,7 @@ LONGEST_WAIT = 1.0
 """Seconds after which a waiting call looks for itself whether the loop has failed."""
 Order = Callable[[], RequestOutput]
 """Adds a request to the engine and returns its output, or does something else and returns one that is finished."""
-News = SimpleQueue[list[RequestOutput] | Exception]
+News = SimpleQueue[list[RequestOutput] | BaseException]
 """Of a call: outputs that have ended, or what has ended all of its requests."""
 
 
@@ -68,7 +68,7 @@ class SharedEngine(EngineLoop[Engine]):
                 found = news.get(timeout=LONGEST_WAIT)
             except Empty:
                 continue
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found
             return found
         raise self.failure
@@ -83,7 +83,7 @@ class SharedEngine(EngineLoop[Engine]):
                 self._calls[request_id] = news
                 outputs.append(order())
             self._tell(outputs)
-        except Exception as error:
+        except BaseException as error:
             self._end(news, error)
 
     def _tell(self, outputs: list[RequestOutput]) -> None:
@@ -95,7 +95,7 @@ class SharedEngine(EngineLoop[Engine]):
         for news, finished in told.items():
             news.put(finished)
 
-    def _end(self, news: News, error: Exception | None = None) -> None:
+    def _end(self, news: News, error: BaseException | None = None) -> None:
         """Abort the requests of a call."""
         for request_id in [each for each, owner in self._calls.items() if owner is news]:
             del self._calls[request_id]
@@ -106,7 +106,7 @@ class SharedEngine(EngineLoop[Engine]):
     def _turn(self) -> bool:
         try:
             return super()._turn()
-        except Exception as error:
+        except BaseException as error:
             if not self._calls:
                 raise
             self._end(next(iter(self._calls.values())), error)
