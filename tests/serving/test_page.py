@@ -206,10 +206,11 @@ def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
 
 
 def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProcess) -> None:
-    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={**LONG, "max_tokens": 1500}))
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
     ask(page, "go on and on")
-    wait_for(page, "(document.querySelectorAll('.prose')[1]?.textContent.length ?? 0) > 200")
-    before = page.locator(".prose").nth(1).text_content() or ""
+    text = "document.querySelectorAll('.prose')[1]?.textContent ?? ''"
+    look = f"(look = () => ({text}).length > 200 ? done({text}) : requestAnimationFrame(look))()"
+    before = page.evaluate(f"new Promise(done => {{ let look; {look} }})")
     page.goto("about:blank")
     time.sleep(0.5)
     page.go_back()
@@ -220,7 +221,7 @@ def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProc
     for each in (page, other):
         ended(each, 2)
         texts.append(each.locator(".prose").nth(1).text_content() or "")
-        assert "1,500 tokens" in each.locator(".answer .measured").nth(1).inner_text()
+        assert "2,500 tokens" in each.locator(".answer .measured").nth(1).inner_text()
     assert texts[0] == texts[1] and texts[0].startswith(before[:150]) and len(texts[0]) > len(before)
 
 
