@@ -44,6 +44,7 @@ class EngineLoop(Generic[E]):
         self._is_at_work = False
         self._stopping = False
         self._changed = threading.Condition()
+        self._starting = threading.Lock()
         self._start()
 
     @property
@@ -78,7 +79,9 @@ class EngineLoop(Generic[E]):
 
     def _wake(self) -> None:
         if not (self._thread.is_alive() or self._stopping):  # this process is a fork
-            self._start()
+            with self._starting:
+                if not self._thread.is_alive():
+                    self._start()
         self._bell.put(True)
 
     def _run(self) -> None:

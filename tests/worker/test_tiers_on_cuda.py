@@ -60,7 +60,15 @@ def make_llm(path: Path, device: str, disk: Path, **options: Any) -> LLM:
 
 
 def tokens(llm: LLM, requests: list[SamplingParams] = REQUESTS) -> list[list[int]]:
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, requests, use_tqdm=False)]
+    """Steps are taken by the thread that asks for what they took: the device orders only what one thread does."""
+    engine = llm.llm_engine
+    outputs = [
+        engine.add_request(str(number), prompt, params)
+        for number, (prompt, params) in enumerate(zip(PROMPTS, requests, strict=True))
+    ]
+    while engine.has_unfinished_requests():
+        engine.step()
+    return [each.outputs[0].token_ids for each in outputs]
 
 
 def most_bytes(device: Device, run: Callable[[], Any]) -> int:
