@@ -65,7 +65,7 @@ class LlamaCpp:
         params.n_seq_max = count
         params.n_batch = BATCH_TOKENS
         if IS_FORK:
-            params.flash_attn = True
+            params.flash_attn = count == 1  # with more it aborts where a query sees none of a part of the KV pairs
         else:
             params.swa_full = False
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
