@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvllm.compression.gates import Gates
 from kvllm.compression.mass import Softmax
+from kvllm.compression.methods.token2chunk import choose
 from kvllm.compression.paged_keys import Keys
 from kvllm.compression.specs import SPECS, Function, MethodSpec
 from kvllm.compression.statistics import QueryStatistics
@@ -25,7 +26,6 @@ class MethodInputs(TypedDict, total=False):
     its function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several
     layers at once, of which the first has the first rows.
 
-    query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
     layer, num_layers: which layer of the model this is, from 0, and of how many.
     softmax: with queries, that of the layer's attention.
     seeds: one for each row, at least 0, that depends on the sequence and on the region's position alone.
@@ -46,7 +46,6 @@ class MethodInputs(TypedDict, total=False):
     observed: with `reselects`, float32 `[S, Hkv, C - buffer]`, the scores that were added up while decoding.
     """
 
-    query_offsets: Tensor
     layer: int
     num_layers: int
     softmax: Softmax
@@ -80,9 +79,8 @@ class Method:
         self.spec = spec
         self.select = _function(spec.function)
         self._scores = _function(spec.scores) if spec.scores else None
-        self._choose = _function(spec.choose)
         self._score_arguments = inspect.signature(self._scores).parameters if self._scores else {}
-        self._choose_arguments = inspect.signature(self._choose).parameters
+        self._choose_arguments = inspect.signature(choose).parameters
         options = {option.name for option in spec.options}
         arguments = inspect.signature(self.select).parameters
         if missing := options - set(arguments):
@@ -100,7 +98,8 @@ class Method:
         """Choose the KV pairs of a region to keep, per sequence and KV head.
 
         Args:
-            queries: `[S, Hq, query tokens, d]`, rotated, or None for a method that needs none, and
+            queries: `[S, Hq, query tokens, d]`, rotated, of the region's last tokens, or None for a method that needs
+                none, and
             keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or PagedKeys, as its spec says. Query
                 head h reads KV head `h // (Hq // Hkv)`.
             retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
@@ -125,7 +124,7 @@ class Method:
 
     def choose(self, scores: Tensor, *, retain: int, buffer: int, **options: Any) -> Tensor:
         """The second half of a call, of as many rows as there are scores. The result is that of the call."""
-        return self._choose(scores, retain=retain, buffer=buffer, **_only(self._choose_arguments, options))
+        return choose(scores, retain=retain, buffer=buffer, **_only(self._choose_arguments, options))
 
 
 def _only(names: Container[str], offered: dict[str, Any]) -> dict[str, Any]:

@@ -74,9 +74,8 @@ class MethodSpec:
         or their shape alone, of `PagedKeys` in any case.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: what chooses; of the package's own, by default, `<name>:select`.
-    scores, choose: the two halves of that function, if an event may call the first for each layer, and the second once
-        for all layers. The first takes queries and keys, the second what the first returns,
-        `[S, Hkv, ...]`; both take inputs and options by name, the second none of a single layer.
+    scores: the first half of that function, if an event may call it for each layer, and `token2chunk.choose` once for
+        all layers. It takes queries and keys, inputs and options by name.
     """
 
     name: str
@@ -95,7 +94,6 @@ class MethodSpec:
     keeps_end: bool = False
     function: Function = ""
     scores: Function = ""
-    choose: Function = "token2chunk:choose"
 
     @property
     def reads_cache_alone(self) -> bool:

@@ -84,13 +84,12 @@ class Selector:
         for size, group in groupby(windows, key=_kind):
             alike = list(group)
             recomputed = 0 if self.repeats else query_tokens(self.config, size[0])
-            offsets = np.arange(size[0] - recomputed, size[0])
             tokens = window_tokens(self.config, size[0])
             windows_per_pass = max(1, self.max_num_batched_tokens // tokens)
             if self.repeats:
                 windows_per_pass = 1  # they are repeated one by one
             for i in range(0, len(alike), windows_per_pass):
-                of_pass = self._kept(alike[i : i + windows_per_pass], size[0], offsets, clock)
+                of_pass = self._kept(alike[i : i + windows_per_pass], size[0], recomputed, clock)
                 for mine, of_part in zip(kept, of_pass, strict=True):
                     mine += of_part
         return [_by_job(of_part, jobs) for of_part in kept]
@@ -106,11 +105,12 @@ class Selector:
                 for own in job.parts
             )
 
-    def _kept(self, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock) -> list[Kept]:
-        """The offsets that survive in windows of one size: for each part and window `[layers, kv_heads, retain]`."""
-        of_pass = _Pass(self, windows, size, offsets, clock)
-        if len(offsets):
-            self._recompute(windows, offsets, of_pass.visit)
+    def _kept(self, windows: list[Windows], size: int, num_queries: int, clock: PhaseClock) -> list[Kept]:
+        """The offsets that survive in windows of one size: for each part and window `[layers, kv_heads, retain]`.
+        num_queries: of a window, those of its last tokens."""
+        of_pass = _Pass(self, windows, size, num_queries, clock)
+        if num_queries:
+            self._recompute(windows, np.arange(size - num_queries, size), of_pass.visit)
         else:
             at_once = self._layers_at_once(len(windows) * size)
             for number, part in enumerate(self.parts):
@@ -191,21 +191,18 @@ class Selector:
 class _Pass:
     """One pass over windows of one size: what is scored with, and what has been chosen so far.
 
-    offsets: of the query tokens of each window. Lists are of parts.
+    num_queries: of each window. Lists are of parts.
     """
 
     def __init__(
-        self, selector: Selector, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock
+        self, selector: Selector, windows: list[Windows], size: int, num_queries: int, clock: PhaseClock
     ) -> None:
         self.selector = selector
         self.clock = clock
-        self.num_windows, self.num_queries = len(windows), len(offsets)
+        self.num_windows, self.num_queries = len(windows), num_queries
         pairs = zip(selector.parts, zip(*windows, strict=True), strict=True)
         self.windows = [self._of_part(part, [each for each in of_part if each], size) for part, of_part in pairs]
-        self.shared: MethodInputs = {
-            "num_layers": selector.cache.shape.num_layers,
-            "query_offsets": to_device(offsets, selector.cache.data.device),
-        }
+        self.shared: MethodInputs = {"num_layers": selector.cache.shape.num_layers}
         self.received = selector.repeat(windows[0]) if selector.repeats else {}
         self._chosen: list[list[torch.Tensor]] = [[] for _ in selector.parts]  # of some layers after others
         self._waiting: list[list[torch.Tensor]] = [[] for _ in selector.parts]  # scores of layers to be chosen from

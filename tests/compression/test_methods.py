@@ -103,7 +103,6 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "value_norms": norms_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
-        "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
     if METHODS[name].spec.reselects:
         offered["observed"] = torch.zeros(keys.shape[:3]) if heavy is None else heavy
@@ -346,7 +345,7 @@ def test_layers_together_keep_what_each_keeps_alone(name):
             "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
             "value_norms": norms_of(keys[rows]),
             "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
-            "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
+            "frequencies": frequencies_of(keys), "observed": heavy[rows, :, :scored],
             "ages": ages_of(keys[rows]),
             "received": heavy[rows], "gates": gates.of_layers(numbers),
             "statistics": QueryStatistics(
@@ -404,7 +403,7 @@ def test_misuse_is_reported(name):
 
 def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
-    options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
+    options |= {"mass": heavy, "starts": [0, 0]}
     options |= {
         "last_positions": [19, 19],
         "values": torch.zeros(*heavy.shape, 8),

@@ -447,7 +447,6 @@ class Expected:
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
                 retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,
-                query_offsets=event.query_offsets(self.config),
                 **options,
             )
             kept.append(without_padding(chosen[0]))

@@ -490,12 +490,12 @@ def methods_choose_the_same_from_keys_in_blocks() -> None:
             )
         operations, blocks = TorchOperations(cache), [cache.keys(layer) for layer in range(2)]
         gathered = [operations.gather_keys([layer], tables, 90) for layer in range(2)]
-        queries, offsets = randn(2, 6, 10, head_dim, dtype=dtype), torch.arange(8, 90, 9)
+        queries = randn(2, 6, 10, head_dim, dtype=dtype)
         for name, method in METHODS.items():
             if method.spec.keys != "paged" and not method.spec.reselects:
                 continue
             layers = 1 if method.spec.queries != "none" else 2
-            options = {"retain": 32, "buffer": 8, "chunk_budget": 6, "max_chunk": 4, "query_offsets": offsets}
+            options = {"retain": 32, "buffer": 8, "chunk_budget": 6, "max_chunk": 4}
             paged = PagedKeys(blocks[:layers], tables, 90, head_dim, dtype)
             copies = torch.cat(gathered[:layers])
             given = queries if layers == 1 else None

@@ -7,7 +7,6 @@ the heads and KV pairs of a layer, and added. As in the authors' code, logits ar
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +33,6 @@ def select(
     values: Tensor,
     starts: Sequence[int],
     last_positions: Sequence[int],
-    query_offsets: Tensor,
     frequencies: Tensor,
     layer: int,
     blend: float = 0.35,
@@ -45,7 +43,7 @@ def select(
     """Choose the KV pairs of a window to keep, per sequence and KV head. The buffer takes no part in the scores.
 
     Args:
-        queries: `[S, Hq, query tokens, d]`, rotated; normally those of all W positions.
+        queries: `[S, Hq, W, d]`, rotated.
         keys: `[S, Hkv, W, d]`, rotated, of successive positions; query head h reads KV head `h // (Hq // Hkv)`. All
             heads of the layer: scores are standardized over them.
         retain: KV pairs kept of the W, buffer included; everything is kept if `retain >= W`.
@@ -53,7 +51,6 @@ def select(
         values: `[S, Hkv, W, d]`.
         starts: for each sequence the KV pairs of its cache in front of the window.
         last_positions: for each sequence the position of its last key.
-        query_offsets: int64 `[query tokens]`, the offset of each in the window.
         frequencies: float32 `[d / 2]`, of the rotary embedding.
         layer, sketch: see `leverage`.
         blend: weight of the leverage, where attention has 1.
@@ -66,14 +63,14 @@ def select(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     check_queries(queries, keys)
-    num_scored, offsets = keys.shape[2] - buffer, query_offsets.tolist()
+    num_scored = keys.shape[2] - buffer
     found = torch.zeros(*keys.shape[:2], num_scored, device=keys.device)
     for i, (start, last_position) in enumerate(zip(starts, last_positions, strict=True)):
         first = max(0, sinks - start)
         if first >= num_scored:
             continue
         unrotated = unrotate(keys[i], last_position, frequencies)[:, first:num_scored]
-        received = attention(queries[i], keys[i, :, :num_scored], offsets, first, attention_chunk)
+        received = attention(queries[i], keys[i, :, :num_scored], first, attention_chunk)
         weighted = received * values[i, :, first:num_scored].float().norm(dim=-1)
         pooled = avg_pool1d(weighted, KERNEL, stride=1, padding=KERNEL // 2)
         distinct = leverage.scores(unrotated, layer, sketch)
@@ -83,12 +80,12 @@ def select(
 
 @torch.no_grad()
 @no_tf32()
-def attention(queries: Tensor, keys: Tensor, offsets: Sequence[int], first: int, attention_chunk: int) -> Tensor:
+def attention(queries: Tensor, keys: Tensor, first: int, attention_chunk: int) -> Tensor:
     """Attention that each key of one sequence receives from the query tokens of its chunk, summed over these and
     averaged over the query heads of a KV head.
 
     Args:
-        queries: `[Hq, query tokens, d]`, those at the ascending `offsets`.
+        queries: `[Hq, W, d]`, of the keys and those after them.
         keys: `[Hkv, n, d]`.
         first: where the first chunk begins. Keys in front of it are left out.
 
@@ -100,7 +97,7 @@ def attention(queries: Tensor, keys: Tensor, offsets: Sequence[int], first: int,
     of_chunks = []
     for begin in range(first, num_keys, attention_chunk):
         end = min(begin + attention_chunk, num_keys)
-        rows = queries[:, bisect_left(offsets, begin) : bisect_left(offsets, end)].float()
+        rows = queries[:, begin:end].float()
         head_rows = rows.reshape(num_kv_heads, -1, head_dim)
         logits = torch.bmm(head_rows, keys[:, begin:end].float().mT)
         of_chunks.append(torch.softmax(logits, dim=-1).sum(dim=1) / group)
