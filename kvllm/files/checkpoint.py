@@ -10,34 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvllm.errors import CheckpointError
 from kvllm.files.directory import CheckpointDirectory
 from kvllm.files.gguf.paths import find_gguf
+from kvllm.files.tensor import CheckpointTensor
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
-
-
-class CheckpointTensor(Protocol):
-    """A tensor in a file, of which nothing is read yet.
-
-    dtype: of what is read, as safetensors calls it, such as "BF16".
-    """
-
-    @property
-    def file(self) -> Path: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
-        """All values, or those of some rows: a slice of the first dimension, or indices, int64."""
-        ...
-
-    def forget(self) -> None:
-        """Give back the memory of what was read; it can be read again."""
-        ...
 
 
 class Checkpoint(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from kvllm.files.checkpoint import CheckpointTensor
+from kvllm.files.tensor import CheckpointTensor
 
 OFFSETS = {4: 8, 6: 32, 8: 0}
 """What is added to integers with a sign, so that they have none, by their bits. Those of 8 bits keep theirs."""

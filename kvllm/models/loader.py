@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.files.checkpoint import CheckpointTensor, open_checkpoint
+from kvllm.files.checkpoint import open_checkpoint
 from kvllm.files.directory import some
 from kvllm.files.groups import GroupedTensor, GroupForm
+from kvllm.files.tensor import CheckpointTensor
 from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kvllm.errors import CheckpointError
-from kvllm.files.checkpoint import CheckpointTensor, open_checkpoint
+from kvllm.files.checkpoint import open_checkpoint
+from kvllm.files.tensor import CheckpointTensor
 from kvllm.models.config import ModelConfig
 from kvllm.models.loader import EMBEDDING, HEAD, SCORE, of_whole_model
 from kvllm.pooling_config import Activation, Dense, PoolingConfig, ScoreRows

@@ -31,7 +31,7 @@ from kvllm.serving import (
 )
 from kvllm.serving.context import RequestContext, clean_request_id, context_of
 from kvllm.serving.errors import ApiError, as_api_error
-from kvllm.serving.live import Refusal
+from kvllm.serving.live_feed import Refusal
 from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 

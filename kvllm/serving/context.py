@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,12 +16,21 @@ from kvllm.serving.bodies import read_json
 from kvllm.serving.errors import ApiError
 from kvllm.serving.state import ServerState
 
-if TYPE_CHECKING:
-    from kvllm.serving.generation import Generation
-
 MAX_ID_LENGTH = 64
 T = TypeVar("T")
 UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
+
+
+class Counts(Protocol):
+    """What the log tells of a request's generation. first_token_seconds: None before there is one."""
+
+    first_token_seconds: float | None
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def output_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -32,7 +41,7 @@ class RequestContext:
     state: ServerState
     request_id: str
     tenant: str = ""
-    generation: Generation | None = None
+    generation: Counts | None = None
     pooled_tokens: int | None = None
     adapter: Adapter | None = None
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.kvcache.formats import KV_FORMATS
-
-if TYPE_CHECKING:
-    from kvllm.serving.state import ServerState
+from kvllm.serving.state import ServerState
 
 
 class Info(Struct):

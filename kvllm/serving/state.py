@@ -19,7 +19,7 @@ from kvllm.serving.bodies import BodyMemory
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
 from kvllm.serving.kept_answers import KeptAnswers
-from kvllm.serving.live import LiveFeed
+from kvllm.serving.live_feed import LiveFeed
 from kvllm.serving.metrics import ServerMetrics
 from kvllm.serving.response_store import ResponseStore
 from kvllm.tokenizer import Tokenizer

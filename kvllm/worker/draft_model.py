@@ -17,8 +17,8 @@ from kvllm.core.sequence import PENDING
 from kvllm.core.tables import TableStart
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import Decoder
+from kvllm.worker.drafter import Text
 from kvllm.worker.features.base import StepFeature, WorkerParts
-from kvllm.worker.features.drafts import Text
 from kvllm.worker.forward_pass import ForwardPass, Place
 from kvllm.worker.inputs import AHEAD
 from kvllm.worker.last_logits import LastLogits

@@ -11,8 +11,8 @@ from kvllm.attention.base import AttentionBackend
 from kvllm.config import EngineConfig
 from kvllm.models.mtp import MTPDecoder
 from kvllm.worker.draft_model import DraftModel, Held
+from kvllm.worker.drafter import Text
 from kvllm.worker.features.base import StepFeature, WorkerParts
-from kvllm.worker.features.drafts import Text
 from kvllm.worker.forward_pass import Place
 from kvllm.worker.graph_sizes import GraphSizes
 from kvllm.worker.last_logits import LastLogits

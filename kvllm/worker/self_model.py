@@ -10,8 +10,8 @@ from kvllm.config.speculation import VIEW_FIRST, VIEW_LAST
 from kvllm.core.tables import TableStart
 from kvllm.models.base import Decoder
 from kvllm.worker.draft_model import DraftModel, DraftStep, Held
+from kvllm.worker.drafter import Text
 from kvllm.worker.features.adapters import AdapterFeature
-from kvllm.worker.features.drafts import Text
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.transfer import to_device

@@ -10,7 +10,8 @@ import torch
 from kvllm import LLM
 from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.kvcache.tiers.dropped_pairs import read_pairs
-from kvllm.worker.features.recall import CompressedSequence, Recall
+from kvllm.worker.features.recall import Recall
+from kvllm.worker.features.recalling_backend import CompressedSequence
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.windows import Move

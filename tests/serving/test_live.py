@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from kvllm.core.snapshot import EngineSnapshot, PoolUse
-from kvllm.serving.live import MOST_VALUES, PERIODS, Latencies, Sample, find_warnings, make_sample
+from kvllm.serving.live_feed import MOST_VALUES, PERIODS, Latencies, Sample, find_warnings, make_sample
 from kvllm.stats import EngineStats
 
 IDLE = make_sample(0.0, EngineSnapshot(PoolUse(100), EngineStats(100), 0, 0, "", {}, []), (None, None), (None, None))

@@ -29,7 +29,8 @@ from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, memory, sampler
-from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.drafter import Text
+from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import measure_graphs
 from kvllm.worker.transfer import Download, to_device_early

@@ -11,7 +11,8 @@ import pytest
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.drafter import Text
+from kvllm.worker.features.drafts import Drafts
 from tests.helpers.checkpoints import make_checkpoint, make_draft
 from tests.helpers.engines import greedy, make_llm, random_prompts, records_chunks, tokens
 from tests.helpers.families import FAMILIES

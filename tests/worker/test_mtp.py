@@ -20,7 +20,8 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
-from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.drafter import Text
+from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.step_batch import StepBatch
 from tests.helpers.checkpoints import edit, make_checkpoint

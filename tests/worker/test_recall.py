@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
-from kvllm.worker.features.recall import Recall, RecallGroup
-from kvllm.worker.features.recalling_backend import RecallingBackend
+from kvllm.worker.features.recall import Recall
+from kvllm.worker.features.recalling_backend import RecallGroup, RecallingBackend
 from tests.helpers.checkpoints import checkpoint_fixture
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens

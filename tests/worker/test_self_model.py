@@ -16,7 +16,8 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import runner_settings
 from kvllm.errors import ConfigError
 from kvllm.worker.build import check_device
-from kvllm.worker.features.drafts import Drafts, Text
+from kvllm.worker.drafter import Text
+from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.features.offloading import Offloader
 from kvllm.worker.features.residual import KVResidual
 from kvllm.worker.model_runner import ModelRunner

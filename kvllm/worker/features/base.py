@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,14 +22,12 @@ from kvllm.kvcache.tiers.host import HostStore
 from kvllm.lora.product import AdapterRows
 from kvllm.models.base import Decoder
 from kvllm.stats import MemoryField
+from kvllm.worker.drafter import Drafter
 from kvllm.worker.loaded_adapters import LoadedAdapters
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.step_inputs import StepInputs, StepTensor
 from kvllm.worker.windows import Move, PartWindows
-
-if TYPE_CHECKING:  # which has parts of its own
-    from kvllm.worker.draft_model import DraftModel
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class WorkerParts:
     backend: AttentionBackend
     tables: PartTables
     store: HostStore | None = None
-    draft: DraftModel | None = None
+    draft: Drafter | None = None
     adapters: LoadedAdapters | None = None
     features: list[StepFeature] = field(default_factory=list)
 

@@ -7,8 +7,7 @@ stay as they are, whatever the queries are, and blocks of compressed windows bel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -20,60 +19,19 @@ from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan, StepResul
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.formats import KV_FORMATS, KVFormat
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.kvcache.tiers.chunks import CHUNK, HeldPairs
+from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pairs
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
-from kvllm.worker.features.recalling_backend import RecallingBackend
+from kvllm.worker.features.recalling_backend import CompressedSequence, RecallGroup, RecallingBackend
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.windows import Move
 
 
-@dataclass(slots=True)
-class CompressedSequence:
-    """Where the KV pairs of a compressed sequence are.
-
-    positions: int32 `[layers, kv_heads, n]`, of its first n residents. Behind them there are no gaps.
-    movable: bool `[n]`, those in compressed windows, which may change places.
-    held: those that it has dropped.
-    is_ordered: whether the positions ascend.
-    """
-
-    positions: torch.Tensor
-    movable: torch.Tensor
-    held: HeldPairs = field(default_factory=HeldPairs)
-    is_ordered: bool = True
-
-
-@dataclass
-class RecallGroup:
-    """R sequences of a step with T query tokens each.
-
-    rows: int64 `[R, T]`, their query tokens in the batch. last_kv_index: int32 `[R, T]`, as in AttentionBatch.
-    tables: int32 `[R, blocks]`. movable: bool `[R, pairs of these blocks]`.
-    chunks: int32 `[R, C]`, of which those up to `last_dropped`, int32 `[R, T]`, are the sequence's.
-    masses: of each layer, the bounds `[R]` after its exchanges.
-    """
-
-    seq_ids: Sequence[int]
-    sequences: Sequence[CompressedSequence]
-    rows: torch.Tensor
-    last_kv_index: torch.Tensor
-    tables: torch.Tensor
-    chunks: torch.Tensor
-    last_dropped: torch.Tensor
-    movable: torch.Tensor
-    masses: list[torch.Tensor] = field(default_factory=list)
-
-    def bounds(self) -> Iterator[tuple[int, float]]:
-        """Of each sequence, the largest bound of all layers, heads and query tokens."""
-        return zip(self.seq_ids, torch.stack(self.masses).amax(0).tolist(), strict=True)
-
-
 class Recall(StepFeature):
     """Takes what a compression drops, and names what takes part in the exchanges of a step.
 
-    sequences: those that were compressed, by id. exchanged_bytes: that exchanges have moved, both ways, in this step.
+    sequences: those that were compressed, by id.
     """
 
     overlaps = False
@@ -89,7 +47,6 @@ class Recall(StepFeature):
         self.sequences: dict[int, CompressedSequence] = {}
         self._groups: list[RecallGroup] = []
         self._incomplete: list[int] = []
-        self.exchanged_bytes = 0
 
     @classmethod
     def make(cls, worker: WorkerParts) -> Self | None:
@@ -189,16 +146,17 @@ class Recall(StepFeature):
         return partial(self._attend, groups) if groups else None
 
     def _attend(self, groups: list[RecallGroup], attention: PassAttention) -> None:
-        attention.backend = RecallingBackend(attention.backend, self, groups)
+        attention.backend = RecallingBackend(attention.backend, groups, self.operations, self.dropped, self.config)
 
     def after_pass(self, plan: StepPlan, result: StepResult) -> None:
         if plan.num_seqs:
-            result.missing_masses, result.recalled_bytes = self.missing_masses(), self.exchanged_bytes
+            result.missing_masses = self.missing_masses()
+            result.recalled_bytes = sum(group.exchanged_bytes for group in self._groups)
 
     def groups(self, plan: StepPlan, states: Sequence[SequenceState]) -> list[RecallGroup]:
         """The sequences of a step that may recall something: one group for each number of query tokens."""
         members: dict[int, list[tuple[int, int, SequenceState]]] = {}
-        self._incomplete, self.exchanged_bytes = [], 0
+        self._incomplete = []
         begin = 0
         for (seq_id, num_tokens), state in zip(plan.query_tokens(), states, strict=True):
             sequence = self.sequences.get(seq_id)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,11 +11,52 @@ import torch
 from kvllm.attention.base import AttentionBackend, AttentionBatch, Plan
 from kvllm.compression.mass import Softmax
 from kvllm.compression.recall import Exchanges, exchange, upper_scores
-from kvllm.kvcache.tiers.chunks import CHUNK
-from kvllm.kvcache.tiers.dropped_pairs import read_pairs, write_pairs
+from kvllm.config import CompressionConfig
+from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.tiers.chunks import CHUNK, HeldPairs
+from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pairs
 
-if TYPE_CHECKING:
-    from kvllm.worker.features.recall import CompressedSequence, Recall, RecallGroup
+
+@dataclass(slots=True)
+class CompressedSequence:
+    """Where the KV pairs of a compressed sequence are.
+
+    positions: int32 `[layers, kv_heads, n]`, of its first n residents. Behind them there are no gaps.
+    movable: bool `[n]`, those in compressed windows, which may change places.
+    held: those that it has dropped.
+    is_ordered: whether the positions ascend.
+    """
+
+    positions: torch.Tensor
+    movable: torch.Tensor
+    held: HeldPairs = field(default_factory=HeldPairs)
+    is_ordered: bool = True
+
+
+@dataclass
+class RecallGroup:
+    """R sequences of a step with T query tokens each.
+
+    rows: int64 `[R, T]`, their query tokens in the batch. last_kv_index: int32 `[R, T]`, as in AttentionBatch.
+    tables: int32 `[R, blocks]`. movable: bool `[R, pairs of these blocks]`.
+    chunks: int32 `[R, C]`, of which those up to `last_dropped`, int32 `[R, T]`, are the sequence's.
+    masses: of each layer, the bounds `[R]` after its exchanges. exchanged_bytes: that these have moved, both ways.
+    """
+
+    seq_ids: Sequence[int]
+    sequences: Sequence[CompressedSequence]
+    rows: torch.Tensor
+    last_kv_index: torch.Tensor
+    tables: torch.Tensor
+    chunks: torch.Tensor
+    last_dropped: torch.Tensor
+    movable: torch.Tensor
+    masses: list[torch.Tensor] = field(default_factory=list)
+    exchanged_bytes: int = 0
+
+    def bounds(self) -> Iterator[tuple[int, float]]:
+        """Of each sequence, the largest bound of all layers, heads and query tokens."""
+        return zip(self.seq_ids, torch.stack(self.masses).amax(0).tolist(), strict=True)
 
 
 class RecallingBackend(AttentionBackend[Plan]):
@@ -23,11 +64,20 @@ class RecallingBackend(AttentionBackend[Plan]):
 
     name = "recalling"
 
-    def __init__(self, backend: AttentionBackend[Plan], recall: Recall, groups: list[RecallGroup]) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend[Plan],
+        groups: list[RecallGroup],
+        operations: KVOperations,
+        dropped: DroppedPairs,
+        config: CompressionConfig,
+    ) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
-        self.recall = recall
         self.groups = groups
+        self.operations = operations
+        self.dropped = dropped
+        self.config = config
         self.adds_scores = backend.adds_scores
 
     def plan(self, batch: AttentionBatch) -> Plan:
@@ -41,10 +91,9 @@ class RecallingBackend(AttentionBackend[Plan]):
 
     def _recall(self, layer: int, queries: torch.Tensor, group: RecallGroup, softmax: Softmax) -> None:
         """queries: `[R, T, query_heads, head_dim]`."""
-        config = self.recall.config
         resident, dropped, upper = self._scores(layer, queries, group, softmax)
-        most = config.recall_chunks * CHUNK
-        found = exchange(resident, dropped, upper, group.movable, most, config.recall_bound, softmax.sinks)
+        most = self.config.recall_chunks * CHUNK
+        found = exchange(resident, dropped, upper, group.movable, most, self.config.recall_bound, softmax.sinks)
         if len(found.row):
             self._move(layer, group, found)
         group.masses.append(found.bounds.amax(-1))
@@ -53,9 +102,8 @@ class RecallingBackend(AttentionBackend[Plan]):
         self, layer: int, queries: torch.Tensor, group: RecallGroup, softmax: Softmax
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of residents, of dropped pairs, and bounds on what the scores of these were before they were stored."""
-        scale, dropped = softmax.scale_of(queries.shape[-1]), self.recall.dropped
-        of_residents = self.recall.operations.key_scores
-        resident = of_residents(layer, queries, group.tables, group.last_kv_index, scale)
+        scale, dropped = softmax.scale_of(queries.shape[-1]), self.dropped
+        resident = self.operations.key_scores(layer, queries, group.tables, group.last_kv_index, scale)
         stored = dropped.operations.key_scores(layer, queries, group.chunks, group.last_dropped, scale)
         resident, bounded = _bounded(resident, softmax), _bounded(stored, softmax)
         if dropped.errors is None:
@@ -65,7 +113,7 @@ class RecallingBackend(AttentionBackend[Plan]):
         return resident, bounded, _bounded(upper_scores(stored, of_heads * scale, errors), softmax)
 
     def _move(self, layer: int, group: RecallGroup, found: Exchanges) -> None:
-        dropped, block_size = self.recall.dropped, self.cache.shape.block_size
+        dropped, block_size = self.dropped, self.cache.shape.block_size
         row, head, arriving, leaving = found[1:]
         there = group.chunks[row, arriving // CHUNK].long(), head, arriving % CHUNK
         here = group.tables[row, leaving // block_size].long(), head, leaving % block_size
@@ -73,7 +121,7 @@ class RecallingBackend(AttentionBackend[Plan]):
         left = _swap_positions(layer, group.sequences, found, dropped.positions[layer][there])
         write_pairs(self.cache, layer, here, arrivals)
         dropped.store(layer, there, leavers, left)
-        self.recall.exchanged_bytes += len(row) * (self.cache.shape.pair_bytes + dropped.cache.shape.pair_bytes)
+        group.exchanged_bytes += len(row) * (self.cache.shape.pair_bytes + dropped.cache.shape.pair_bytes)
 
 
 def _swap_positions(

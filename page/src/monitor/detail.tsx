@@ -7,7 +7,6 @@ import { count, percent, whole } from "../format";
 import { Strip } from "../memory";
 import type { Span } from "../model";
 import { Dialog } from "../parts";
-import { cancelRequest } from "./requests";
 
 const PERIOD = 1000;
 
@@ -61,4 +60,14 @@ function SequenceView({ sequence: { index, prompt_tokens, output_tokens, spans, 
       {output !== null && <><p>Output so far</p><pre id="detail-output" tabindex={0} dir="auto">{output}</pre></>}
     </>
   );
+}
+
+// Returns what went wrong, "" if nothing did.
+export async function cancelRequest(id: string): Promise<string> {
+  try {
+    await call(`live/requests/${encodeURIComponent(id)}`, { method: "DELETE" });
+    return "";
+  } catch (error) {
+    return (error as Error).message;
+  }
 }

@@ -1,9 +1,8 @@
 // The table of unfinished requests, the oldest first. Each can be opened and cancelled.
 
 import { useState } from "preact/hooks";
-import { call } from "../api";
 import { count, percent, seconds, whole } from "../format";
-import { opened } from "./detail";
+import { cancelRequest, opened } from "./detail";
 
 export interface Row {
   id: string; index: number; tenant: string; state: string; age: number; prompt_tokens: number; output_tokens: number;
@@ -50,14 +49,4 @@ function RequestRow({ row, isOwn }: { row: Row; isOwn: boolean }) {
       <td data-label="">{isOwn && <button type="button" aria-label={`Cancel ${title}`} title={problem} disabled={isSent} onClick={cancel}>Cancel</button>}</td>
     </tr>
   );
-}
-
-// Returns what went wrong, "" if nothing did.
-export async function cancelRequest(id: string): Promise<string> {
-  try {
-    await call(`live/requests/${encodeURIComponent(id)}`, { method: "DELETE" });
-    return "";
-  } catch (error) {
-    return (error as Error).message;
-  }
 }
