@@ -291,7 +291,7 @@ def floor_of(name: str, run: Run, model: ModelConfig, requests: Sequence[Request
 def show(runs: Runs, failures: Mapping[str, str], floors: Mapping[str, Floor] | None = None) -> str:
     """A line for each engine with medians (least-most), and one for each engine that did not run.
 
-    floors: of engines, in seconds; the share of it that an engine reached stands behind prompt and decode.
+    floors: of engines, in seconds; the share of it that an engine reached stands beside prompt and decode.
     """
     header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it", "prompt, s\n(floor: share)"]
     header += ["decode tokens/s\n(floor: share)", "start to first\ntoken, s", "peak memory\n/ weights"]

@@ -34,7 +34,7 @@ class Conversations(Struct):
     """What an engine does.
 
     texts: by conversation, the tokens of each turn of its user. output_len: tokens of an answer. answers: those of the
-    turns that are not run again, by conversation; the turns behind them are measured.
+    turns that are not run again, by conversation; the turns after them are measured.
     """
 
     model: str

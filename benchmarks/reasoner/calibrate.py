@@ -3,7 +3,7 @@
     python -m benchmarks.reasoner.calibrate --layer-losses
     python -m benchmarks.reasoner.calibrate --layer-losses --model benchmarks/reasoner/earlier --task program
 
-Windows begin behind the prompts, and problems that are too short for one tell no losses.
+Windows begin after the prompts, and problems that are too short for one tell no losses.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from kvllm._extension import operator
 
 NO_ADAPTER = np.iinfo(np.int32).max
-"""A number that is sorted behind those of all adapters."""
+"""A number that is sorted after those of all adapters."""
 
 
 def even(rank: int) -> int:
