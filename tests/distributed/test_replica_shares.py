@@ -25,7 +25,7 @@ BLOCK = 4
 
 
 class Replicas:
-    """Engines behind one dispatcher, which exchange messages behind every step."""
+    """Engines behind one dispatcher, which exchange messages after every step."""
 
     def __init__(self, config: EngineConfig, count: int) -> None:
         self.dispatcher = Dispatcher(config, [config.num_blocks] * count)

@@ -224,7 +224,7 @@ def test_no_prompts(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("when", ["before the step", "behind it"])
+@pytest.mark.parametrize("when", ["before the step", "after it"])
 def test_an_interrupt_loses_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Ctrl-C comes at any point of a step, and the worker may have executed the plan or not."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -233,7 +233,7 @@ def test_an_interrupt_loses_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch
     outputs = [engine.add_request(f"{when} {i}", prompt, params) for i, prompt in enumerate([[1, 2], [3]])]
 
     def interrupt(plan):
-        if when == "behind it":
+        if when == "after it":
             launch(plan)
         raise KeyboardInterrupt
 

@@ -250,7 +250,7 @@ def test_marked_spaces_and_byte_fallback(words, skip, step):
     assert "".join(pieces_of(tokenizer, token_ids, skip, step)) == expected
 
 
-# Text behind a prompt
+# Text after a prompt
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:

@@ -4,7 +4,7 @@ Programs for a GPU run on it as they are, kernels in Triton's interpreter, and w
 
 - Operands on different devices, other than single numbers of the CPU.
 - Memory of the host that changes while a copy from it may still be under way. What is copied to the host without
-  waiting arrives when an event behind it is waited for, and is garbage before.
+  waiting arrives when an event after it is waited for, and is garbage before.
 - In the capture of a graph, whatever waits for the device or copies from or to the host.
 - Memory that one stream reads while another one may still write it, or writes while another one may still use it, or
   that is given back while a stream other than its own may still use it.

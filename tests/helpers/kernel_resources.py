@@ -1,7 +1,7 @@
 """What compiled Triton kernels take of a multiprocessor, on every architecture that the project supports.
 
 `python -m tests.helpers.kernel_resources` compiles every shape for every architecture, some five minutes each, and
-rewrites the rows of the installed version of Triton in tests/kernels/resources.csv; with 80 and 90 behind it, those of
+rewrites the rows of the installed version of Triton in tests/kernels/resources.csv; with 80 and 90 after it, those of
 these alone.
 """
 

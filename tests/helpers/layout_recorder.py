@@ -116,7 +116,7 @@ class Event:
 
 @dataclass
 class MassRecord:
-    """H2O's mass `[layers, kv_heads, KV pairs]` in the worker, behind a step."""
+    """H2O's mass `[layers, kv_heads, KV pairs]` in the worker, after a step."""
 
     text: Text
     length: int
@@ -391,7 +391,7 @@ class Expected:
 
     def received(self, event: Event) -> list[Tensor]:
         """By layer the highest attention `[kv_heads, size]` that the KV pairs of a region receive while its text is
-        repeated behind what is cached. The softmax is that of the region and the repetition."""
+        repeated after what is cached. The softmax is that of the region and the repetition."""
         assert isinstance(self.decoder, DenseDecoder)
         end = int(event.region[..., -1].max()) + 1
         begin = event.start if isinstance(self.config.policy, Threshold) else int(event.region[0, 0, 0])

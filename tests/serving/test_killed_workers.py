@@ -23,7 +23,7 @@ TOKENS = 1000
 
 
 def stream(server: ServerProcess) -> tuple[str, int]:
-    """The text of a completion and its number of tokens, behind a whole stream."""
+    """The text of a completion and its number of tokens, after a whole stream."""
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     body = {"prompt": PROMPT, "stream_options": {"include_usage": True}, **options}
     request = urllib.request.Request(

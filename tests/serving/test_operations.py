@@ -313,7 +313,7 @@ def examples() -> list[list[str]]:
 @pytest.mark.parametrize("arguments", examples())
 def test_examples_are_accepted(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", *arguments, "--port", "99999"])  # a port that cannot be had, which shows behind all options
+        main(["serve", *arguments, "--port", "99999"])  # a port that cannot be had, which shows after all options
     assert "--port 99999" in capsys.readouterr().err
 
 

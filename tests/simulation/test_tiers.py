@@ -79,7 +79,7 @@ def some_lengths(count: int = 24) -> list[tuple[int, int]]:
 
 
 def run_engine(checkpoint: Path, requests: int = 24, **options: Any) -> LLM:
-    """An engine behind a run."""
+    """An engine after a run."""
     lengths = some_lengths(requests)
     engine = {"kv_offloading_size": 0.05, "enable_prefix_caching": False, "num_gpu_blocks_override": POOL}
     llm = LLM(checkpoint, **OPTIONS | engine | options)

@@ -89,7 +89,7 @@ ENGINE, THREAD = "prepared by the engine", "prepared by the thread"
 
 def test_between_two_passes_there_are_only_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are prepared before, and results are handed over after them. A plan that does more is prepared when its
-    turn comes, behind the results."""
+    turn comes, after the results."""
     [expected] = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
     observed = Observed(llm.llm_engine.executor.runner, monkeypatch)
     observed.launch(prompt_plan(0, 0, reset=True))
