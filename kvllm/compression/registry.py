@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvllm.compression.gates import Gates
 from kvllm.compression.mass import Softmax
-from kvllm.compression.methods.token2chunk import choose
+from kvllm.compression.methods import token2chunk
 from kvllm.compression.paged_keys import Keys
-from kvllm.compression.specs import SPECS, Function, MethodSpec
+from kvllm.compression.specs import SPECS, TOKEN2CHUNK, Function, MethodSpec
 from kvllm.compression.statistics import QueryStatistics
 
 BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass")
@@ -80,7 +80,6 @@ class Method:
         self.select = _function(spec.function)
         self._scores = _function(spec.scores) if spec.scores else None
         self._score_arguments = inspect.signature(self._scores).parameters if self._scores else {}
-        self._choose_arguments = inspect.signature(choose).parameters
         options = {option.name for option in spec.options}
         arguments = inspect.signature(self.select).parameters
         if missing := options - set(arguments):
@@ -124,7 +123,8 @@ class Method:
 
     def choose(self, scores: Tensor, *, retain: int, buffer: int, **options: Any) -> Tensor:
         """The second half of a call, of as many rows as there are scores. The result is that of the call."""
-        return choose(scores, retain=retain, buffer=buffer, **_only(self._choose_arguments, options))
+        own = [option.name for option in TOKEN2CHUNK]
+        return token2chunk.choose(scores, retain=retain, buffer=buffer, **_only(own, options))
 
 
 def _only(names: Container[str], offered: dict[str, Any]) -> dict[str, Any]:
