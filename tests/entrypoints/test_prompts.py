@@ -213,26 +213,26 @@ def test_a_single_bad_conversation_raises(llm: LLM, messages: Any, message: str)
 def test_an_interrupt_while_prompts_are_added_leaves_nothing(llm: LLM, where: str) -> None:
     engine = llm.llm_engine
     expected = llm.generate(LISTS, PARAMS, use_tqdm=False)
-    add = engine.add_request
-    calls = iter(range(100))
+    add, added = engine.add_request, list[RequestOutput]()
 
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.05)
 
     def interrupted_add(*args: Any, **options: Any) -> RequestOutput:
-        second = next(calls) == 1
+        second = len(added) == 1
         if second and where == "before the second is added":
             interrupt()
-        output = add(*args, **options)
+        added.append(add(*args, **options))
         if second and where == "after it":
             interrupt()
-        return output
+        return added[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "add_request", interrupted_add)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(LISTS, PARAMS, use_tqdm=False)
+            llm.generate(LISTS, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
     outputs = llm.generate(LISTS, PARAMS, use_tqdm=False)
     assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
+    assert {each.outputs[0].finish_reason for each in added} == {"abort"}
     assert not engine.has_unfinished_requests()
