@@ -24,6 +24,7 @@ FIREFOX = {
     "ui.useOverlayScrollbars": 1,
     "widget.gtk.overlay-scrollbars.enabled": True,
 }
+FRAMES = 2000
 BROWSERS = ("chromium", pytest.param("firefox", marks=pytest.mark.long))
 
 
@@ -43,6 +44,17 @@ def open_browser(name: str = "chromium") -> Iterator[Browser]:
             browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def wait_for(page: Page, expression: str) -> Any:
+    """Wait until JavaScript is true in a frame that the page draws, if only in one; what it gives there.
+
+    Frames are counted, not seconds, for a busy machine draws few. The page's policy forbids Playwright's own function.
+    """
+    look = f"(look = () => ({expression}) || !frames-- ? done({expression}) : requestAnimationFrame(look))()"
+    found = page.evaluate(f"new Promise(done => {{ let look, frames = {FRAMES}; {look} }})")
+    assert found, f"{expression} did not come in {FRAMES} frames: {page.inner_text('body')}"
+    return found
 
 
 def giving_key(key: str) -> str:

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from tests.helpers.browser import BROWSERS, giving_key, open_browser, watched_page
+from tests.helpers.browser import BROWSERS, giving_key, open_browser, wait_for, watched_page
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.server import ServerProcess
 from tests.helpers.tokenizers import byte_level
@@ -109,11 +109,6 @@ def load(server: ServerProcess, browser: Browser) -> Iterator[Load]:
     running = Load(server, clients=6)
     yield running
     running.stop()
-
-
-def wait_for(page: Page, expression: str) -> None:
-    """Wait until JavaScript is true. The page's policy forbids what Playwright's own function does."""
-    wait_until(lambda: page.evaluate(expression), expression, 30)
 
 
 def settled(page: Page) -> None:
@@ -208,9 +203,8 @@ def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
 def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProcess) -> None:
     bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
     ask(page, "go on and on")
-    text = "document.querySelectorAll('.prose')[1]?.textContent ?? ''"
-    look = f"(look = () => ({text}).length > 200 ? done({text}) : requestAnimationFrame(look))()"
-    before = page.evaluate(f"new Promise(done => {{ let look; {look} }})")
+    text = "(document.querySelectorAll('.prose')[1]?.textContent ?? '')"
+    before = wait_for(page, f"{text}.length > 200 && {text}")
     page.goto("about:blank")
     time.sleep(0.5)
     page.go_back()

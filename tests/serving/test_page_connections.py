@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.browser import BROWSERS, open_browser
+from tests.helpers.browser import BROWSERS, open_browser, wait_for
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.server import ServerProcess
 from tests.helpers.slow_link import slow_link
 from tests.helpers.tokenizers import byte_level
-from tests.helpers.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,24 +45,20 @@ def test_a_slow_network_and_a_restart(start: Callable[[], ServerProcess], name: 
         page = browser.new_page()
         page.goto(link.url)
         send, composer, answer = page.locator(".composer .primary"), page.locator("#composer"), page.locator(".answer")
-
-        def wait_for(expression: str) -> None:
-            wait_until(lambda: page.evaluate(expression), expression, 30, lambda: page.inner_text("body"))
-
         page.wait_for_selector(".welcome h2")
-        settings(page, temperature=0, max_tokens=200)
-        wait_for("document.querySelectorAll('.chats li').length === 1")
+        settings(page, temperature=0, max_tokens=2000)
+        wait_for(page, "document.querySelectorAll('.chats li').length === 1")
         composer.fill(QUESTION)
         composer.press("Enter")
-        wait_for(f"{GROWN} > 0 && document.querySelector('.composer .primary').textContent === 'Stop'")  # it streams
+        wait_for(page, f"{GROWN} > 0 && document.querySelector('.composer .primary').textContent === 'Stop'")
         page.wait_for_selector("button:text-is('Send')")
-        assert "200 tokens" in answer.locator(".actions").inner_text()
+        assert "2,000 tokens" in answer.locator(".actions").inner_text()
 
         settings(page, temperature=0, max_tokens=30000)
-        wait_for("document.querySelectorAll('.chats li').length === 2")
+        wait_for(page, "document.querySelectorAll('.chats li').length === 2")
         composer.fill(QUESTION)
         composer.press("Enter")
-        wait_for(f"{GROWN} > 100")
+        wait_for(page, f"{GROWN} > 100")
         first.process.kill()
         page.wait_for_selector(
             ".composer .problem >> text=The server cannot be reached. The page tries again by itself."
@@ -73,9 +68,9 @@ def test_a_slow_network_and_a_restart(start: Callable[[], ServerProcess], name: 
         link.target = second.url
         problem = answer.locator(".problem", has_text="it was restarted")
         problem.wait_for()
-        wait_for(f"{GROWN} > 100 && !document.querySelector('.composer .problem')")
+        wait_for(page, f"{GROWN} > 100 && !document.querySelector('.composer .problem')")
         problem.locator("button").click()
-        wait_for(f"{GROWN} > 100 && !document.querySelector('.problem')")
+        wait_for(page, f"{GROWN} > 100 && !document.querySelector('.problem')")
         send.click()
         page.wait_for_selector("text=Stopped.")
         assert second.stop() == 0
