@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from kvllm.kernels.layer_inputs import LayerInputs
+from kvllm.kernels.layer_shape import constexpr_shape
 from kvllm.kernels.observed_scores import KeptScores
 from kvllm.kernels.tiles import (
     SEGMENT,
@@ -21,7 +22,6 @@ from kvllm.kernels.tiles import (
     kv_pairs_per_tile,
     load_vectors,
     merge,
-    parts_of,
     stages,
     store_vectors,
     warps,
@@ -114,22 +114,20 @@ class Observed:
 
 
 @triton.jit
-def _decode_length(
-    last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr, RAGGED: tl.constexpr
-):
+def _decode_length(last_kv_index, token, packed_len, head_lengths, sequence, head, SHAPE: constexpr_shape):
     """KV pairs that a query token attends in a head, and the range of indices that were evicted from this head."""
     length = tl.load(last_kv_index + token) + 1
-    if RAGGED:
-        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
+    if SHAPE.ragged:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, SHAPE.kv_heads)
     else:
         evicted_begin, num_evicted = length, 0
     return length - num_evicted, evicted_begin, num_evicted
 
 
 @triton.jit
-def _oldest(length, WINDOW: tl.constexpr):
+def _oldest(length, SHAPE: constexpr_shape):
     """The first KV pair that a query token attends."""
-    return tl.maximum(0, length - WINDOW) if WINDOW else 0
+    return tl.maximum(0, length - SHAPE.window) if SHAPE.window else 0
 
 
 @triton.jit
@@ -193,29 +191,20 @@ def _attend_segments(
     table_stride,
     num_segments,
     observed_width,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
     SCORED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
 ):
+    PARTS: tl.constexpr = (SHAPE.group + ROWS - 1) // ROWS
     # Those that read the same KV pairs for other query heads run beside each other.
     program, head = tl.program_id(0) // PARTS, tl.program_id(1)
     num_programs = tl.num_programs(0) // PARTS
     member = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
-    query_head, has_head = head * GROUP + member, member < GROUP
+    query_head, has_head = head * SHAPE.group + member, member < SHAPE.group
     all_segments = tl.load(first_segments + num_sequences).to(tl.int64)
     first = (program * all_segments // num_programs).to(tl.int32)
     end = ((program + 1) * all_segments // num_programs).to(tl.int32)
@@ -224,45 +213,27 @@ def _attend_segments(
         segment = of_all - tl.load(first_segments + sequence)
         token = tl.load(query_start_loc + sequence)
         length, evicted_begin, num_evicted = _decode_length(
-            last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
+            last_kv_index, token, packed_len, head_lengths, sequence, head, SHAPE
         )
         size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
-        query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
-        query = load_vectors(
-            queries, (query_offsets, query_offsets), has_head, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST
-        )
+        query_offsets = token.to(tl.int64) * query_stride + query_head * SHAPE.head_dim
+        query = load_vectors(queries, (query_offsets, query_offsets), has_head, queries.dtype.element_ty, SHAPE)
         table = tables + tl.cast(sequence, tl.int64) * table_stride
-        first_row = tl.cast(sequence, tl.int64) * (KV_HEADS * GROUP) + query_head
+        first_row = tl.cast(sequence, tl.int64) * (SHAPE.kv_heads * SHAPE.group) + query_head
         observed_begin = 0  # the first KV pair whose score is wanted
         if SCORED:
             observed_begin = tl.load(scored_from + sequence)
-        oldest = _oldest(length, WINDOW)
-        maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
+        oldest = _oldest(length, SHAPE)
+        maximum, total, weighted = empty_softmax(ROWS, SHAPE)
         begin = segment * size
         for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + size, length), TILE):
             kv_index = start + tl.arange(0, TILE)
             exists = kv_index < length
-            if WINDOW:
+            if SHAPE.window:
                 exists = exists & (kv_index >= oldest)
-            offsets = kv_offsets(
-                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
-            )
+            offsets = kv_offsets(keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE)
             scores, maximum, total, weighted = attend_tile(
-                query,
-                keys,
-                values,
-                offsets,
-                exists,
-                exists[None, :],
-                scale,
-                maximum,
-                total,
-                weighted,
-                HEAD_DIM,
-                CHANNELS,
-                REST,
-                SHARED,
-                SOFT_CAP,
+                query, keys, values, offsets, exists, exists[None, :], scale, maximum, total, weighted, SHAPE
             )
             if OBSERVED:
                 observed = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
@@ -271,7 +242,7 @@ def _attend_segments(
         partial = first_row * num_segments + segment
         tl.store(partial_maximum + partial, maximum, mask=has_head)
         tl.store(partial_total + partial, total, mask=has_head)
-        store_vectors(partial_weighted, partial * HEAD_DIM, has_head, weighted, HEAD_DIM, CHANNELS, REST)
+        store_vectors(partial_weighted, partial * SHAPE.head_dim, has_head, weighted, SHAPE)
 
 
 @triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["head_lengths"])
@@ -287,47 +258,41 @@ def _merge_segments(
     observed_totals,
     sinks,
     num_segments,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: constexpr_shape,
     CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
-    WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     """A program for some query heads and channels."""
+    PARTS: tl.constexpr = (SHAPE.group + ROWS - 1) // ROWS
     sequence, head = tl.program_id(0), tl.program_id(1) // PARTS
     token = tl.load(query_start_loc + sequence)
     if tl.load(query_start_loc + sequence + 1) - token != 1:
         return
-    length, _, num_evicted = _decode_length(
-        last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
-    )
+    length, _, num_evicted = _decode_length(last_kv_index, token, packed_len, head_lengths, sequence, head, SHAPE)
     size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
 
     member = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    query_head = head * GROUP + member
-    exists = member < GROUP
-    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    query_head = head * SHAPE.group + member
+    exists = member < SHAPE.group
+    mask = exists[:, None] & (channel < SHAPE.head_dim)[None, :]
     maximum = tl.where(exists, float("-inf"), 0.0)  # rows without a query head have seen something: no NaN
     total = tl.where(exists, 0.0, 1.0)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    first_partial = (sequence.to(tl.int64) * (SHAPE.kv_heads * SHAPE.group) + query_head) * num_segments
     used_segments = tl.cdiv(length, size)
-    for first_segment in range(_oldest(length, WINDOW) // size, used_segments, MERGED):
+    for first_segment in range(_oldest(length, SHAPE) // size, used_segments, MERGED):
         for i in tl.static_range(MERGED):  # their reads need not wait for each other
             used = exists & (first_segment + i < used_segments)
             partial = first_partial + first_segment + i
             later_maximum = tl.load(partial_maximum + partial, mask=used, other=float("-inf"))
             later_total = tl.load(partial_total + partial, mask=used, other=0.0)
-            partial_offsets = partial[:, None] * HEAD_DIM + channel[None, :]
+            partial_offsets = partial[:, None] * SHAPE.head_dim + channel[None, :]
             later_weighted = tl.load(partial_weighted + partial_offsets, mask=mask & used[:, None], other=0.0)
             maximum, total, shrink, later_shrink = merge(maximum, total, later_maximum, later_total)
             weighted = weighted * shrink[:, None] + later_weighted * later_shrink[:, None]
@@ -335,10 +300,10 @@ def _merge_segments(
         maximum, total, shrink = add_sinks(maximum, total, sinks, query_head, exists)
         weighted *= shrink[:, None]
 
-    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    output_row = token.to(tl.int64) * (SHAPE.kv_heads * SHAPE.group) + query_head
     if OBSERVED:
         tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
-    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
+    offsets = output_row[:, None] * SHAPE.head_dim + channel[None, :]
     tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
 
@@ -353,25 +318,20 @@ def paged_decode(
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
     """
-    queries, sinks = inputs.queries, inputs.sinks
-    _, kv_heads, block_size, _ = inputs.keys.shape
-    head_dim, group = queries.shape[2], inputs.shape["GROUP"]
+    queries, sinks, shape = inputs.queries, inputs.sinks, inputs.shape
+    head_dim, group = shape.head_dim, shape.group
     quantized = inputs.keys.dtype != queries.dtype
+    if quantized:
+        shape = replace(shape, shared=False)  # what codes are decoded to would not stay in registers
     rows = decode_rows(group, queries.dtype, head_dim, quantized=quantized)
     parts, merged_parts = triton.cdiv(group, rows), triton.cdiv(group, _MERGED_ROWS)
-    merged_channels = min(_MERGED_CHANNELS, parts_of(head_dim)["CHANNELS"])
+    merged_channels = min(_MERGED_CHANNELS, shape.channels)
     num_sequences, num_segments = inputs.query_start_loc.shape[0] - 1, partials.total.shape[2]
     wanted = observed or kept
     scores = wanted.scores if wanted else partials.total
-    shape = {
-        **inputs.shape,
-        **segments(group),
-        "RAGGED": inputs.packed_len is not None,
-        "WINDOW": inputs.window or 0,
-        "num_warps": warps(queries.dtype, rows, head_dim),
-    }
-    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads * parts))
-    _attend_segments[(programs * parts, kv_heads)](
+    options = {**segments(group), "num_warps": warps(queries.dtype, rows, head_dim)}
+    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, shape.kv_heads * parts))
+    _attend_segments[(programs * parts, shape.kv_heads)](
         queries,
         inputs.keys,
         inputs.values,
@@ -392,19 +352,15 @@ def paged_decode(
         inputs.block_tables.stride(0),
         num_segments,
         scores.shape[2],
-        **parts_of(head_dim),
-        SHARED=inputs.shared and not quantized,  # what codes are decoded to would not stay in registers
-        PARTS=parts,
+        SHAPE=shape,
         ROWS=rows,
-        BLOCK_SIZE=block_size,
         TILE=kv_pairs_per_tile(queries.dtype, head_dim, quantized=quantized),
         OBSERVED=scores is not partials.total,
         SCORED=kept is not None,
-        SOFT_CAP=inputs.base_2_soft_cap,
         num_stages=stages(queries.dtype, head_dim, shared=inputs.shared, quantized=quantized),
-        **shape,
+        **options,
     )
-    _merge_segments[(num_sequences, kv_heads * merged_parts, triton.cdiv(head_dim, merged_channels))](
+    _merge_segments[(num_sequences, shape.kv_heads * merged_parts, triton.cdiv(head_dim, merged_channels))](
         output,
         inputs.query_start_loc,
         inputs.last_kv_index,
@@ -415,11 +371,11 @@ def paged_decode(
         observed.totals if observed else partials.total,
         partials.total if sinks is None else sinks,
         num_segments,
+        SHAPE=shape,
         CHANNELS=merged_channels,
-        PARTS=merged_parts,
         ROWS=_MERGED_ROWS,
         OBSERVED=observed is not None,
         SINKS=sinks is not None,
         MERGED=_MERGED,
-        **shape,
+        **options,
     )

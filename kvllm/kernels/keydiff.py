@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.layer_shape import LayerShape, constexpr_shape
 from kvllm.kernels.tiles import kv_offsets, load_channels
 
 
@@ -19,17 +20,15 @@ def _unit_keys(
     num_keys,
     head,
     DTYPE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: constexpr_shape,
     CHANNELS: tl.constexpr,
 ):
     """Keys of length 1, float32 `[keys, CHANNELS]`; those that do not exist are 0."""
     exists = key < num_keys
-    offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    vectors = load_channels(keys, offsets, exists, DTYPE, HEAD_DIM, 0, CHANNELS).to(tl.float32)
-    if CHANNELS != HEAD_DIM:  # where codes of 4 bits are read, channels after the last are not 0
-        vectors = tl.where((tl.arange(0, CHANNELS) < HEAD_DIM)[None, :], vectors, 0.0)
+    offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, SHAPE)
+    vectors = load_channels(keys, offsets, exists, DTYPE, SHAPE.head_dim, 0, CHANNELS).to(tl.float32)
+    if SHAPE.head_dim != CHANNELS:  # where codes of 4 bits are read, channels after the last are not 0
+        vectors = tl.where((tl.arange(0, CHANNELS) < SHAPE.head_dim)[None, :], vectors, 0.0)
     lengths = tl.sqrt(tl.sum(vectors * vectors, 1))
     return vectors / tl.maximum(lengths, 1e-12)[:, None]
 
@@ -45,9 +44,7 @@ def _compare_to_mean(
     num_keys,
     table_stride,
     DTYPE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: constexpr_shape,
     CHANNELS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -57,13 +54,13 @@ def _compare_to_mean(
     mean = tl.zeros([CHANNELS], tl.float32)
     for begin in range(0, num_keys, TILE):
         key = begin + tl.arange(0, TILE)
-        unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, KV_HEADS, BLOCK_SIZE, HEAD_DIM, CHANNELS)
+        unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, SHAPE, CHANNELS)
         mean += tl.sum(unit, 0) / num_keys
     anchor = mean / tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), 1e-12)
-    row = scores + (window.to(tl.int64) * KV_HEADS + head) * num_keys
+    row = scores + (window.to(tl.int64) * SHAPE.kv_heads + head) * num_keys
     for begin in range(0, num_keys, TILE):
         key = begin + tl.arange(0, TILE)
-        unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, KV_HEADS, BLOCK_SIZE, HEAD_DIM, CHANNELS)
+        unit = _unit_keys(keys, table, key, num_keys, head, DTYPE, SHAPE, CHANNELS)
         tl.store(row + key, -tl.sum(unit * anchor[None, :], 1), mask=key < num_keys)
 
 
@@ -88,9 +85,7 @@ def key_differences(
             size,
             tables.shape[1],
             DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
-            KV_HEADS=kv_heads,
-            BLOCK_SIZE=keys.shape[2],
-            HEAD_DIM=head_dim,
+            SHAPE=LayerShape(kv_heads, 1, keys.shape[2], head_dim),
             CHANNELS=channels,
             TILE=min(32, (8 << 10) // channels),
             num_warps=4,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvllm.kernels.layer_shape import LayerShape
 from kvllm.kernels.tiles import LOG2_E
 
 
@@ -47,17 +48,16 @@ class LayerInputs:
         return self.scale * LOG2_E
 
     @property
-    def base_2_soft_cap(self) -> float:
-        """0 for none."""
-        return (self.soft_cap or 0.0) * LOG2_E
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Sizes that all kernels are compiled for, beside the parts of vectors."""
+    def shape(self) -> LayerShape:
         num_heads, head_dim = self.queries.shape[1:]
-        kv_heads = self.keys.shape[1]
-        return {
-            "KV_HEADS": kv_heads,
-            "GROUP": num_heads // kv_heads,
-            "HEAD_DIM": head_dim,
-        }
+        _, kv_heads, block_size, _ = self.keys.shape
+        return LayerShape(
+            kv_heads,
+            num_heads // kv_heads,
+            block_size,
+            head_dim,
+            self.shared,
+            ragged=self.packed_len is not None,
+            window=self.window or 0,
+            soft_cap=(self.soft_cap or 0.0) * LOG2_E,
+        )

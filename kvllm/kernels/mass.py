@@ -8,7 +8,8 @@ import triton.language as tl
 
 from kvllm.kernels.decode import Observed
 from kvllm.kernels.layer_inputs import LayerInputs
-from kvllm.kernels.tiles import bounded, kv_offsets, load_vectors, parts_of, products
+from kvllm.kernels.layer_shape import constexpr_shape
+from kvllm.kernels.tiles import bounded, kv_offsets, load_vectors, products
 
 # Programs for each KV head of a sequence, at most.
 _PROGRAMS = 32
@@ -62,15 +63,9 @@ def _add_of_chunks(
     query_stride,
     table_stride,
     max_kv_pairs,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
 ):
     """Sequences with several query tokens: the product of queries and keys again, but neither a softmax nor values."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -79,30 +74,23 @@ def _add_of_chunks(
         return
     length = tl.load(last_kv_index + end_token - 1) + 1
     table = tables + sequence * table_stride
-    mass += (tl.load(table_slots + sequence).to(tl.int64) * KV_HEADS + head) * max_kv_pairs
+    mass += (tl.load(table_slots + sequence).to(tl.int64) * SHAPE.kv_heads + head) * max_kv_pairs
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
-        offsets, _ = kv_offsets(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST)
+        offsets, _ = kv_offsets(keys, keys, table, kv_index, exists, head, length, 0, SHAPE)
+        tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, SHAPE)
         added = tl.zeros([ROWS, TILE], tl.float32)
-        for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):
-            token = first_token + (begin_row + tl.arange(0, ROWS)) // GROUP
-            query_head = head * GROUP + (begin_row + tl.arange(0, ROWS)) % GROUP
+        for begin_row in range(0, (end_token - first_token) * SHAPE.group, ROWS):
+            token = first_token + (begin_row + tl.arange(0, ROWS)) // SHAPE.group
+            query_head = head * SHAPE.group + (begin_row + tl.arange(0, ROWS)) % SHAPE.group
             token_exists = token < end_token
-            query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
-            query = load_vectors(
-                queries,
-                (query_offsets, query_offsets),
-                token_exists,
-                queries.dtype.element_ty,
-                HEAD_DIM,
-                CHANNELS,
-                REST,
-            )
+            query_offsets = token.to(tl.int64) * query_stride + query_head * SHAPE.head_dim
+            query = load_vectors(queries, (query_offsets, query_offsets), token_exists, queries.dtype.element_ty, SHAPE)
             newest = tl.load(last_kv_index + token, mask=token_exists, other=-1)
-            total = tl.load(totals + token.to(tl.int64) * (KV_HEADS * GROUP) + query_head, mask=token_exists, other=0.0)
-            scores = bounded(products(query, tile_keys, REST) * scale, SOFT_CAP)
+            rows = token.to(tl.int64) * (SHAPE.kv_heads * SHAPE.group) + query_head
+            total = tl.load(totals + rows, mask=token_exists, other=0.0)
+            scores = bounded(products(query, tile_keys, SHAPE) * scale, SHAPE)
             seen = kv_index[None, :] <= newest[:, None]
             added += tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
         tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + tl.sum(added, 0), mask=exists)
@@ -119,7 +107,7 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
     Source: H2O (Zhang et al., arXiv 2306.14048). The order of a sum depends on the query tokens of its sequence alone.
     """
     queries, shape = inputs.queries, inputs.shape
-    kv_heads, rows = shape["KV_HEADS"], triton.next_power_of_2(shape["GROUP"])
+    kv_heads, rows = shape.kv_heads, triton.next_power_of_2(shape.group)
     num_sequences, max_scores = observed.scores.shape[0], observed.scores.shape[2]
     _add_of_decodes[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, 256)))](
         mass,
@@ -131,14 +119,14 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
         max_scores,
         mass.shape[2],
         KV_HEADS=kv_heads,
-        GROUP=shape["GROUP"],
+        GROUP=shape.group,
         ROWS=rows,
         TILE=max(16, 256 * 16 // max(16, rows)),
         num_warps=4,
     )
     if len(queries) == num_sequences:
         return
-    wide = shape["HEAD_DIM"] > 256
+    wide = shape.head_dim > 256
     tile = 16 if wide else 32 if queries.dtype == torch.float32 else 64
     _add_of_chunks[(num_sequences, kv_heads, min(_PROGRAMS, triton.cdiv(max_scores, tile)))](
         mass,
@@ -153,12 +141,9 @@ def add_mass(inputs: LayerInputs, observed: Observed, mass: torch.Tensor, table_
         queries.stride(0),
         inputs.block_tables.stride(0),
         mass.shape[2],
-        **shape,
-        **parts_of(shape["HEAD_DIM"]),
-        BLOCK_SIZE=inputs.keys.shape[2],
+        SHAPE=shape,
         ROWS=tile,
         TILE=tile,
-        SOFT_CAP=inputs.base_2_soft_cap,
-        num_warps=4 if shape["HEAD_DIM"] <= 128 else 8,
+        num_warps=4 if shape.head_dim <= 128 else 8,
         num_stages=2,
     )

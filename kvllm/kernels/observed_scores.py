@@ -86,7 +86,7 @@ def add_squares(inputs: LayerInputs, kept: KeptScores, scores: torch.Tensor) -> 
     kept: as `paged_decode` left it for this layer. scores: of this layer, contiguous float32
         `[blocks, kv_heads, block_size]`.
     """
-    sinks, group = inputs.sinks, inputs.shape["GROUP"]
+    sinks, group = inputs.sinks, inputs.shape.group
     rows = triton.next_power_of_2(group)
     _, kv_heads, block_size = scores.shape
     _add_squares[(kept.scores.shape[0], kv_heads)](

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kvllm.kernels.decode import Observed, segments
 from kvllm.kernels.layer_inputs import LayerInputs
+from kvllm.kernels.layer_shape import constexpr_shape
 from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
 from kvllm.kernels.tiles import (
     add_sinks,
@@ -17,7 +18,6 @@ from kvllm.kernels.tiles import (
     kv_offsets,
     load_vectors,
     merge,
-    parts_of,
     scaled,
     store_vectors,
 )
@@ -36,45 +36,22 @@ def _attend_kv_pairs(
     evicted_begin,
     num_evicted,
     scale,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
 ):
     """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`, and of
-    these, with a window, the last WINDOW."""
-    maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
+    these, with a window, the last ones."""
+    maximum, total, weighted = empty_softmax(ROWS, SHAPE)
     for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
-        exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
-        offsets = kv_offsets(
-            keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
-        )
+        exists = (kv_index >= begin) & (kv_index < end) if SHAPE.window else kv_index < end
+        offsets = kv_offsets(keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE)
         visible = kv_index[None, :] < length[:, None]
-        if WINDOW:
-            visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
+        if SHAPE.window:
+            visible = visible & (kv_index[None, :] >= length[:, None] - SHAPE.window)
         _, maximum, total, weighted = attend_tile(
-            query,
-            keys,
-            values,
-            offsets,
-            exists,
-            visible,
-            scale,
-            maximum,
-            total,
-            weighted,
-            HEAD_DIM,
-            CHANNELS,
-            REST,
-            SHARED,
-            SOFT_CAP,
+            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, SHAPE
         )
     return maximum, total, weighted
 
@@ -99,55 +76,44 @@ def _attend_chunks(
     scale,
     query_stride,
     table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTED: tl.constexpr,
     BOXES: tl.constexpr,
-    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    PARTS: tl.constexpr = (SHAPE.group + HEADS - 1) // HEADS
+    QUERIES: tl.constexpr = ROWS // HEADS
     head, part, tile = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
     sequence, begin_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if sequence < 0:
         return
     end_token = tl.load(query_start_loc + sequence + 1)
-    if RAGGED:
-        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
+    if SHAPE.ragged:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, SHAPE.kv_heads)
     else:
         evicted_begin, num_evicted = 0, 0
 
     row = tl.arange(0, ROWS)
     token, member = begin_token + row // HEADS, part * HEADS + row % HEADS
-    query_head = head * GROUP + member
+    query_head = head * SHAPE.group + member
     exists = (row < QUERIES * HEADS) & (token < end_token)
     if PARTS > 1:
-        exists = exists & (member < GROUP)
-    query_offsets = token.to(tl.int64) * query_stride + query_head * HEAD_DIM
-    query = load_vectors(
-        queries, (query_offsets, query_offsets), exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST
-    )
+        exists = exists & (member < SHAPE.group)
+    query_offsets = token.to(tl.int64) * query_stride + query_head * SHAPE.head_dim
+    query = load_vectors(queries, (query_offsets, query_offsets), exists, queries.dtype.element_ty, SHAPE)
     length = tl.load(last_kv_index + token, mask=exists, other=0) + 1 - num_evicted
     end = tl.max(tl.where(exists, length, 0), 0)
     length = tl.where(exists, length, end)  # rows without a query attend something, too: no NaN
-    oldest = tl.maximum(0, tl.min(length, 0) - WINDOW) if WINDOW else 0
+    oldest = tl.maximum(0, tl.min(length, 0) - SHAPE.window) if SHAPE.window else 0
 
     table = tables + tl.cast(sequence, tl.int64) * table_stride
     if SEGMENTED:
-        maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
+        maximum, total, weighted = empty_softmax(ROWS, SHAPE)
         for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
             later_maximum, later_total, later_weighted = _attend_kv_pairs(
                 query,
@@ -161,19 +127,12 @@ def _attend_chunks(
                 evicted_begin,
                 num_evicted,
                 scale,
-                KV_HEADS,
-                BLOCK_SIZE,
-                HEAD_DIM,
-                CHANNELS,
-                REST,
-                SHARED,
+                SHAPE,
                 ROWS,
                 TILE,
-                WINDOW,
-                SOFT_CAP,
             )
             maximum, total, shrink, later_shrink = merge(maximum, total, later_maximum, later_total)
-            weighted, later = scaled(weighted, shrink, REST), scaled(later_weighted, later_shrink, REST)
+            weighted, later = scaled(weighted, shrink, SHAPE), scaled(later_weighted, later_shrink, SHAPE)
             weighted = (weighted[0] + later[0], weighted[1] + later[1])
     else:
         maximum, total, weighted = attend_16_bits(
@@ -188,27 +147,20 @@ def _attend_chunks(
             evicted_begin,
             num_evicted,
             scale,
-            KV_HEADS,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            CHANNELS,
-            REST,
-            SHARED,
+            SHAPE,
             ROWS,
             TILE,
             BOXES,
-            WINDOW,
-            SOFT_CAP,
         )
     if SINKS:
         maximum, total, shrink = add_sinks(maximum, total, sinks, query_head, exists)
-        weighted = scaled(weighted, shrink, REST)
+        weighted = scaled(weighted, shrink, SHAPE)
 
-    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    output_row = token.to(tl.int64) * (SHAPE.kv_heads * SHAPE.group) + query_head
     if OBSERVED:
         tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
     weighted = (weighted[0] / total[:, None], weighted[1] / total[:, None])
-    store_vectors(output, output_row * HEAD_DIM, exists, weighted, HEAD_DIM, CHANNELS, REST)
+    store_vectors(output, output_row * SHAPE.head_dim, exists, weighted, SHAPE)
 
 
 def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed | None, output: torch.Tensor) -> None:
@@ -219,7 +171,7 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
     Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
     """
     queries, sinks, shape = inputs.queries, inputs.sinks, inputs.shape
-    programs = shape["KV_HEADS"] * triton.cdiv(shape["GROUP"], tiles.heads)
+    programs = shape.kv_heads * triton.cdiv(shape.group, tiles.heads)
     _attend_chunks[(programs, len(tiles.order))](
         output,
         queries,
@@ -234,21 +186,14 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
         inputs.base_2_scale,
         queries.stride(0),
         inputs.block_tables.stride(0),
-        **shape,
-        **parts_of(shape["HEAD_DIM"]),
-        SHARED=inputs.shared,
-        BLOCK_SIZE=inputs.keys.shape[2],
+        SHAPE=shape,
         ROWS=tiles.rows,
         HEADS=tiles.heads,
-        QUERIES=tiles.rows // tiles.heads,
         TILE=tiles.kv_pairs,
-        SEGMENT=segments(shape["GROUP"])["SEGMENT"],
+        SEGMENT=segments(shape.group)["SEGMENT"],
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         BOXES=tiles.boxes,
-        RAGGED=inputs.packed_len is not None,
         OBSERVED=observed is not None,
-        WINDOW=inputs.window or 0,
-        SOFT_CAP=inputs.base_2_soft_cap,
         SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvllm.kernels.capability import has_boxes, multiplies_from_memory
+from kvllm.kernels.layer_shape import constexpr_shape
 from kvllm.kernels.tiles import (
     add_weighted,
     bounded,
@@ -141,9 +142,7 @@ def _load_tile(
     offsets,
     exists,
     dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: constexpr_shape,
     BOXES: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
@@ -154,7 +153,7 @@ def _load_tile(
             vectors = tl.where(exists[:, None], vectors, 0.0)
         loaded = (vectors, vectors)
     else:
-        loaded = load_vectors(cache, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
+        loaded = load_vectors(cache, offsets, exists, dtype, SHAPE)
     return loaded
 
 
@@ -176,16 +175,9 @@ def _attend_range(
     maximum,
     total,
     weighted,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHAPE: constexpr_shape,
     TILE: tl.constexpr,
     BOXES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the tiles from `begin`, a multiple of TILE, to `end` to the softmax.
@@ -196,24 +188,22 @@ def _attend_range(
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= oldest) & (kv_index < newest) if MASKED else tl.full([TILE], True, tl.int1)
         if BOXES:  # the end of a tile is in the block of its beginning
-            block = tl.load(table + start // BLOCK_SIZE)
-            key_offsets = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
+            block = tl.load(table + start // SHAPE.block_size)
+            key_offsets = (block * SHAPE.kv_heads + head) * SHAPE.block_size + start % SHAPE.block_size
             value_offsets = key_offsets
         else:
             key_offsets, value_offsets = kv_offsets(
-                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE
             )
-        tile_keys = _load_tile(
-            keys, key_offsets, exists, query[0].dtype, HEAD_DIM, CHANNELS, REST, BOXES, SHARED and MASKED
-        )
-        scores = products(query, tile_keys, REST)
-        if SOFT_CAP != 0:
-            scores = bounded(scores * scale, SOFT_CAP)
-        factor = 1.0 if SOFT_CAP != 0 else scale
+        tile_keys = _load_tile(keys, key_offsets, exists, query[0].dtype, SHAPE, BOXES, SHAPE.shared and MASKED)
+        scores = products(query, tile_keys, SHAPE)
+        if SHAPE.soft_cap != 0:
+            scores = bounded(scores * scale, SHAPE)
+        factor = 1.0 if SHAPE.soft_cap != 0 else scale
         if MASKED:
             visible = kv_index[None, :] < length[:, None]
-            if WINDOW:
-                visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
+            if SHAPE.window:
+                visible = visible & (kv_index[None, :] >= length[:, None] - SHAPE.window)
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
         shift = new_maximum
@@ -222,11 +212,9 @@ def _attend_range(
         shrink = tl.exp2(maximum - shift)
         weights = tl.exp2(scores * factor - shift[:, None])
         tile_values = tile_keys
-        if not SHARED:
-            tile_values = _load_tile(
-                values, value_offsets, exists, query[0].dtype, HEAD_DIM, CHANNELS, REST, BOXES, MASKED
-            )
-        weighted = add_weighted(weighted, shrink, weights, tile_values, REST)
+        if not SHAPE.shared:
+            tile_values = _load_tile(values, value_offsets, exists, query[0].dtype, SHAPE, BOXES, MASKED)
+        weighted = add_weighted(weighted, shrink, weights, tile_values, SHAPE)
         total = total * shrink + tl.sum(weights, 1)
         maximum = new_maximum
     return maximum, total, weighted
@@ -245,25 +233,18 @@ def attend_16_bits(
     evicted_begin,
     num_evicted,
     scale,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BOXES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
 ):
     """Softmax of a tile of queries over KV pairs `oldest .. newest - 1`; a query attends those below its `length`, and
-    of these, with a window, the last WINDOW. With BOXES, keys and values are descriptors of `[slots, HEAD_DIM]`."""
-    maximum, total, weighted = empty_softmax(ROWS, CHANNELS, REST)
+    of these, with a window, the last ones. With BOXES, keys and values are descriptors of `[slots, head_dim]`."""
+    maximum, total, weighted = empty_softmax(ROWS, SHAPE)
     # Tiles from `inner_begin` to `inner_end` are attended whole by every query.
-    inner_begin = tl.cdiv(tl.maximum(newest - WINDOW, 0), TILE) * TILE if WINDOW else 0
+    inner_begin = tl.cdiv(tl.maximum(newest - SHAPE.window, 0), TILE) * TILE if SHAPE.window else 0
     inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
-    for part in tl.static_range(0 if WINDOW else 1, 3):
+    for part in tl.static_range(0 if SHAPE.window else 1, 3):
         begin, end = inner_end, newest
         if part == 0:
             begin, end = oldest // TILE * TILE, tl.minimum(inner_begin, newest)
@@ -286,16 +267,9 @@ def attend_16_bits(
             maximum,
             total,
             weighted,
-            KV_HEADS,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            CHANNELS,
-            REST,
-            SHARED,
+            SHAPE,
             TILE,
             BOXES,
-            WINDOW,
-            SOFT_CAP,
             part != 1,
         )
     return maximum, total, weighted

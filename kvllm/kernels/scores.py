@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.capability import multiplies_from_memory
-from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets, load_vectors, parts_of, products
+from kvllm.kernels.layer_shape import LayerShape, constexpr_shape
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets, load_vectors, products
 
 
 @triton.jit
@@ -20,57 +21,39 @@ def _load_queries(
     sequence_stride,
     head_stride,
     token_stride,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: constexpr_shape,
 ):
     """Rows `row` of the queries of a KV head: all tokens of its first query head, then those of the next."""
     offsets = (
         sequence.to(tl.int64) * sequence_stride
-        + (head * GROUP + row // num_tokens).to(tl.int64) * head_stride
+        + (head * SHAPE.group + row // num_tokens).to(tl.int64) * head_stride
         + (row % num_tokens).to(tl.int64) * token_stride
     )
-    exists = row < GROUP * num_tokens
-    return load_vectors(queries, (offsets, offsets), exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS, REST)
+    exists = row < SHAPE.group * num_tokens
+    return load_vectors(queries, (offsets, offsets), exists, queries.dtype.element_ty, SHAPE)
 
 
 @triton.jit
-def _load_keys(
-    keys,
-    tables,
-    sequence,
-    head,
-    key,
-    num_keys,
-    window,
-    dtype: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Keys of one head: of contiguous windows of `window` keys if BLOCK_SIZE is 0, else in blocks, of which `tables`
-    has `window` for each sequence."""
+def _load_keys(keys, tables, sequence, head, key, num_keys, window, dtype: tl.constexpr, SHAPE: constexpr_shape):
+    """Keys of one head: of contiguous windows of `window` keys if blocks have no size, else in blocks, of which
+    `tables` has `window` for each sequence."""
     exists = key < num_keys
-    if BLOCK_SIZE == 0:
-        elements = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
+    if SHAPE.block_size == 0:
+        elements = ((sequence.to(tl.int64) * SHAPE.kv_heads + head) * window + key) * SHAPE.head_dim
         offsets = (elements, elements)
     else:
         table = tables + sequence * window
-        offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    return load_vectors(keys, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
+        offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, SHAPE)
+    return load_vectors(keys, offsets, exists, dtype, SHAPE)
 
 
 @triton.jit
-def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MASKED: tl.constexpr):
+def _last_key(last_kv_index, row, num_tokens, num_keys, SHAPE: constexpr_shape, MASKED: tl.constexpr):
     """The last key that the query of each row attends to."""
     last = tl.zeros_like(row) + num_keys - 1
     if MASKED:
-        last = tl.minimum(
-            tl.load(last_kv_index + row % num_tokens, mask=row < GROUP * num_tokens, other=0).to(tl.int32), last
-        )
+        exists = row < SHAPE.group * num_tokens
+        last = tl.minimum(tl.load(last_kv_index + row % num_tokens, mask=exists, other=0).to(tl.int32), last)
     return last
 
 
@@ -93,14 +76,8 @@ def _row_softmax(
     sequence_stride,
     head_stride,
     token_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: constexpr_shape,
     MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -112,52 +89,25 @@ def _row_softmax(
     """
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * ROWS + tl.arange(0, ROWS)
-    query = _load_queries(
-        queries,
-        sequence,
-        head,
-        row,
-        num_tokens,
-        sequence_stride,
-        head_stride,
-        token_stride,
-        GROUP,
-        HEAD_DIM,
-        CHANNELS,
-        REST,
-    )
-    last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
+    query = _load_queries(queries, sequence, head, row, num_tokens, sequence_stride, head_stride, token_stride, SHAPE)
+    last = _last_key(last_kv_index, row, num_tokens, num_keys, SHAPE, MASKED)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        exists = row < GROUP * num_tokens
-        maximum = tl.load(sinks + head * GROUP + row // num_tokens, mask=exists, other=0.0) * 1.4426950408889634
+        exists = row < SHAPE.group * num_tokens
+        maximum = tl.load(sinks + head * SHAPE.group + row // num_tokens, mask=exists, other=0.0) * 1.4426950408889634
         total += 1.0
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
-        key_tile = _load_keys(
-            keys,
-            tables,
-            sequence,
-            head,
-            key,
-            num_keys,
-            window,
-            queries.dtype.element_ty,
-            KV_HEADS,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            CHANNELS,
-            REST,
-        )
-        scores = bounded(products(query, key_tile, REST) * scale, SOFT_CAP)
+        key_tile = _load_keys(keys, tables, sequence, head, key, num_keys, window, queries.dtype.element_ty, SHAPE)
+        scores = bounded(products(query, key_tile, SHAPE) * scale, SHAPE)
         scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
         maximum = new_maximum
-    offset = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens) + row
-    tl.store(maxima + offset, maximum, mask=row < GROUP * num_tokens)
-    tl.store(inverses + offset, 1.0 / total, mask=row < GROUP * num_tokens)
+    offset = (sequence.to(tl.int64) * SHAPE.kv_heads + head) * (SHAPE.group * num_tokens) + row
+    tl.store(maxima + offset, maximum, mask=row < SHAPE.group * num_tokens)
+    tl.store(inverses + offset, 1.0 / total, mask=row < SHAPE.group * num_tokens)
 
 
 @triton.jit(
@@ -179,14 +129,8 @@ def _column_sums(
     sequence_stride,
     head_stride,
     token_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: constexpr_shape,
     MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     SQUARED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -194,49 +138,24 @@ def _column_sums(
     """Second pass: the probabilities of a tile of keys, or their squares, added up over all rows in ascending tiles."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
-    key_tile = _load_keys(
-        keys,
-        tables,
-        sequence,
-        head,
-        key,
-        num_keys,
-        window,
-        queries.dtype.element_ty,
-        KV_HEADS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        CHANNELS,
-        REST,
-    )
-    first_offset = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
+    key_tile = _load_keys(keys, tables, sequence, head, key, num_keys, window, queries.dtype.element_ty, SHAPE)
+    first_offset = (sequence.to(tl.int64) * SHAPE.kv_heads + head) * (SHAPE.group * num_tokens)
     sums = tl.zeros([ROWS, KEYS], tl.float32)
-    for begin in range(0, GROUP * num_tokens, ROWS):
+    for begin in range(0, SHAPE.group * num_tokens, ROWS):
         row = begin + tl.arange(0, ROWS)
         query = _load_queries(
-            queries,
-            sequence,
-            head,
-            row,
-            num_tokens,
-            sequence_stride,
-            head_stride,
-            token_stride,
-            GROUP,
-            HEAD_DIM,
-            CHANNELS,
-            REST,
+            queries, sequence, head, row, num_tokens, sequence_stride, head_stride, token_stride, SHAPE
         )
-        exists = row < GROUP * num_tokens
+        exists = row < SHAPE.group * num_tokens
         maximum = tl.load(maxima + first_offset + row, mask=exists, other=0.0)
         inverse = tl.load(inverses + first_offset + row, mask=exists, other=0.0)
-        scores = bounded(products(query, key_tile, REST) * scale, SOFT_CAP)
+        scores = bounded(products(query, key_tile, SHAPE) * scale, SHAPE)
         probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
         if MASKED:
-            last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
+            last = _last_key(last_kv_index, row, num_tokens, num_keys, SHAPE, MASKED)
             probabilities = tl.where(key[None, :] <= last[:, None], probabilities, 0.0)
         sums += probabilities * probabilities if SQUARED else probabilities
-    offset = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
+    offset = (sequence.to(tl.int64) * SHAPE.kv_heads + head) * num_keys + key
     tl.store(mass + offset, tl.sum(sums, 0), mask=key < num_keys)
 
 
@@ -296,16 +215,8 @@ def window_scores(
     ).unbind()
     mass = torch.empty(num_sequences, kv_heads, num_keys, dtype=torch.float32, device=keys.device)
     sizes = (scale * LOG2_E, num_tokens, num_keys, window, *queries.stride()[:3])
-    shape = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        **parts_of(head_dim),
-        "MASKED": last_kv_index is not None,
-        "SOFT_CAP": (soft_cap or 0.0) * LOG2_E,
-        "num_stages": 2,
-    }
+    shape = LayerShape(kv_heads, group, block_size, head_dim, soft_cap=(soft_cap or 0.0) * LOG2_E)
+    options = {"SHAPE": shape, "MASKED": last_kv_index is not None, "num_stages": 2}
     first, second = _tiles(keys.dtype, head_dim, plain=soft_cap is None and sinks is None)
     row_tiles, key_tiles = triton.cdiv(group * num_tokens, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
     _row_softmax[(num_sequences, kv_heads, row_tiles)](
@@ -317,11 +228,11 @@ def window_scores(
         inverses,
         maxima if sinks is None else sinks,
         *sizes,
-        **shape,
+        **options,
         **first,
         SINKS=sinks is not None,
     )
     _column_sums[(num_sequences, kv_heads, key_tiles)](
-        mass, queries, keys, pages, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
+        mass, queries, keys, pages, last_kv_index, maxima, inverses, *sizes, **options, **second, SQUARED=squared
     )
     return mass

@@ -7,7 +7,7 @@ and prefill use tiles of the same shape, and a query has the same bits in both u
 has larger tiles, and no segments.
 
 A tensor has a power of two of channels, so a vector is in two parts, a pair of tensors: up to 512 channels, and the
-REST. Heads of no more have no REST, and the second of the pair has no meaning.
+rest. Heads of no more have no rest, and the second of the pair has no meaning.
 
 The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
 and Flash-Decoding (Dao et al., 2023) for the segments.
@@ -21,20 +21,10 @@ import triton.language as tl
 
 from kvllm.kernels.capability import fits_wide_tiles, multiplies_from_memory
 from kvllm.kernels.codes import code_offsets, load_codes
+from kvllm.kernels.layer_shape import WIDEST, constexpr_shape
 
 SEGMENT = 256
-WIDEST = 512
-"""Channels of a vector that are one operand of a product; those after them are another one."""
 LOG2_E = 1.4426950408889634
-
-
-def parts_of(head_dim: int) -> dict[str, int]:
-    """Channels of both parts of a vector, powers of two; the second has none but for heads of more than 512."""
-    rest = max(0, head_dim - WIDEST)
-    return {
-        "CHANNELS": min(WIDEST, max(16, triton.next_power_of_2(head_dim))),
-        "REST": triton.next_power_of_2(rest) if rest else 0,
-    }
 
 
 def kv_pairs_per_tile(dtype: torch.dtype, head_dim: int, *, quantized: bool) -> int:
@@ -90,9 +80,7 @@ def kv_offsets(
     head,
     evicted_begin,
     num_evicted,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: constexpr_shape,
 ):
     """Where a head's keys are in a layer, and where its values, each as `load_vectors` takes it; `kv_index` counts KV
     pairs without evicted ones.
@@ -100,17 +88,18 @@ def kv_offsets(
     In elements; in a quantized cache, those of codes, and of words.
     """
     cache_index = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
-    blocks = tl.load(table + cache_index // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    blocks = tl.load(table + cache_index // SHAPE.block_size, mask=exists, other=0).to(tl.int64)
+    slots = cache_index % SHAPE.block_size
     if keys.dtype.element_ty.primitive_bitwidth == 8:
-        offsets, words = code_offsets(keys, blocks, cache_index % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        offsets, words = code_offsets(keys, blocks, slots, head, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
     else:
-        offsets = (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (cache_index % BLOCK_SIZE) * HEAD_DIM
+        offsets = (blocks * SHAPE.kv_heads + head) * (SHAPE.block_size * SHAPE.head_dim) + slots * SHAPE.head_dim
         words = offsets
     if keys.dtype.element_ty == values.dtype.element_ty:
         value_offsets, value_words = offsets, words
     else:
         value_offsets, value_words = code_offsets(
-            values, blocks, cache_index % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            values, blocks, slots, head, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim
         )
     return (offsets, words), (value_offsets, value_words)
 
@@ -140,79 +129,71 @@ def load_channels(
 
 
 @triton.jit
-def load_vectors(
-    vectors,
-    offsets,
-    exists,
-    dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-):
+def load_vectors(vectors, offsets, exists, dtype: tl.constexpr, SHAPE: constexpr_shape):
     """`load_channels` of both parts of vectors."""
-    first = load_channels(vectors, offsets, exists, dtype, HEAD_DIM, 0, CHANNELS)
+    first = load_channels(vectors, offsets, exists, dtype, SHAPE.head_dim, 0, SHAPE.channels)
     rest = first
-    if REST:
-        rest = load_channels(vectors, offsets, exists, dtype, HEAD_DIM, CHANNELS, REST)
+    if SHAPE.rest:
+        rest = load_channels(vectors, offsets, exists, dtype, SHAPE.head_dim, SHAPE.channels, SHAPE.rest)
     return first, rest
 
 
 @triton.jit
-def store_vectors(target, offsets, exists, vectors, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, REST: tl.constexpr):
+def store_vectors(target, offsets, exists, vectors, SHAPE: constexpr_shape):
     """Write both parts of vectors to the elements from `offsets` on, in the dtype of `target`."""
-    channel = tl.arange(0, CHANNELS)
-    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    channel = tl.arange(0, SHAPE.channels)
+    mask = exists[:, None] & (channel < SHAPE.head_dim)[None, :]
     tl.store(target + (offsets[:, None] + channel[None, :]), vectors[0].to(target.dtype.element_ty), mask=mask)
-    if REST:
-        channel = CHANNELS + tl.arange(0, REST)
-        mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    if SHAPE.rest:
+        channel = SHAPE.channels + tl.arange(0, SHAPE.rest)
+        mask = exists[:, None] & (channel < SHAPE.head_dim)[None, :]
         tl.store(target + (offsets[:, None] + channel[None, :]), vectors[1].to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def products(queries, keys, REST: tl.constexpr):
+def products(queries, keys, SHAPE: constexpr_shape):
     """Of both parts of queries and of keys, float32 `[rows, pairs]`."""
     scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
-    if REST:
+    if SHAPE.rest:
         scores = tl.dot(queries[1], tl.trans(keys[1]), acc=scores, input_precision="ieee")
     return scores
 
 
 @triton.jit
-def add_weighted(weighted, shrink, weights, values, REST: tl.constexpr):
+def add_weighted(weighted, shrink, weights, values, SHAPE: constexpr_shape):
     """`weighted * shrink` and the sum of weighted values, in both parts."""
     weights = weights.to(values[0].dtype)
     first = tl.dot(weights, values[0], acc=weighted[0] * shrink[:, None], input_precision="ieee")
     rest = weighted[1]
-    if REST:
+    if SHAPE.rest:
         rest = tl.dot(weights, values[1], acc=rest * shrink[:, None], input_precision="ieee")
     return first, rest
 
 
 @triton.jit
-def scaled(weighted, factor, REST: tl.constexpr):
+def scaled(weighted, factor, SHAPE: constexpr_shape):
     """Both parts of `weighted`, each row times a factor."""
     rest = weighted[1]
-    if REST:
+    if SHAPE.rest:
         rest = rest * factor[:, None]
     return weighted[0] * factor[:, None], rest
 
 
 @triton.jit
-def empty_softmax(ROWS: tl.constexpr, CHANNELS: tl.constexpr, REST: tl.constexpr):
+def empty_softmax(ROWS: tl.constexpr, SHAPE: constexpr_shape):
     """The maximum, the total and the weighted sum, in both parts, over no KV pair."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    rest = tl.zeros([ROWS, REST if REST else 1], tl.float32)
-    return maximum, total, (tl.zeros([ROWS, CHANNELS], tl.float32), rest)
+    weighted = tl.full([ROWS, SHAPE.channels], 0.0, tl.float32)
+    return maximum, total, (weighted, tl.full([ROWS, SHAPE.rest if SHAPE.rest else 1], 0.0, tl.float32))
 
 
 @triton.jit
-def bounded(scores, SOFT_CAP: tl.constexpr):
-    """`SOFT_CAP * tanh(scores / SOFT_CAP)`; the scores themselves if it is 0. Both in base 2."""
-    if SOFT_CAP != 0:
-        power = tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP))
-        scores = SOFT_CAP - 2.0 * SOFT_CAP / (power + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
+def bounded(scores, SHAPE: constexpr_shape):
+    """`soft_cap * tanh(scores / soft_cap)`; the scores themselves if it is 0. Both in base 2."""
+    if SHAPE.soft_cap != 0:
+        power = tl.exp2(scores * (2.0 * 1.4426950408889634 / SHAPE.soft_cap))
+        scores = SHAPE.soft_cap - 2.0 * SHAPE.soft_cap / (power + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     return scores
 
 
@@ -228,30 +209,26 @@ def attend_tile(
     maximum,
     total,
     weighted,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REST: tl.constexpr,
-    SHARED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    SHAPE: constexpr_shape,
 ):
-    """Add one tile of KV pairs to the softmax of `queries`, in both parts. With SHARED, keys are the values.
+    """Add one tile of KV pairs to the softmax of `queries`, in both parts.
 
     offsets: as `kv_offsets` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
     query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
     `[rows]`) and of weighted values (in both parts).
     """
     key_offsets, value_offsets = offsets
-    tile_keys = load_vectors(keys, key_offsets, exists, queries[0].dtype, HEAD_DIM, CHANNELS, REST)
-    scores = bounded(products(queries, tile_keys, REST) * scale, SOFT_CAP)
+    tile_keys = load_vectors(keys, key_offsets, exists, queries[0].dtype, SHAPE)
+    scores = bounded(products(queries, tile_keys, SHAPE) * scale, SHAPE)
     scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
     tile_values = tile_keys
-    if not SHARED:
-        tile_values = load_vectors(values, value_offsets, exists, queries[0].dtype, HEAD_DIM, CHANNELS, REST)
-    weighted = add_weighted(weighted, shrink, weights, tile_values, REST)
+    if not SHAPE.shared:
+        tile_values = load_vectors(values, value_offsets, exists, queries[0].dtype, SHAPE)
+    weighted = add_weighted(weighted, shrink, weights, tile_values, SHAPE)
     return scores, new_maximum, total * shrink + tl.sum(weights, 1), weighted
 
 

@@ -91,12 +91,12 @@ def compiled_alone(capability: int) -> Iterator[dict[str, dict[str, Any]]]:
         kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in found:
             dtypes = [str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor)]
-            figures = describe(self.__name__, kernel)
+            figures, shape = describe(self.__name__, kernel), options.get("SHAPE")
             found[kernel.hash] = {
                 "kernel": self.__name__,
                 "dtypes": dtypes,
-                "head_dim": options.get("HEAD_DIM", 0),
-                "ragged": options.get("RAGGED", False),
+                "head_dim": shape.head_dim if shape else options.get("HEAD_DIM", 0),
+                "ragged": shape is not None and shape.ragged,
                 **figures,
             }
 
