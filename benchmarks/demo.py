@@ -3,7 +3,7 @@
     python -m benchmarks.demo
 
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
-are facts, and many of them are looked up again far behind. So the answers show a compression that drops the wrong KV
+are facts, and many of them are looked up again from far away. So the answers show a compression that drops the wrong KV
 pairs. The runs follow each other in one process, on the same problems, greedily. With `--repeats` the variants take
 turns, and times are medians. The figures go to demo.json.
 """

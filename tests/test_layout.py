@@ -1,4 +1,4 @@
-"""The rooms of the package: no cycle between them, and what works without torch or Ray does."""
+"""The subpackages: no cycle between them, and what works without torch or Ray does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvllm"
 
 
-def room(module: str) -> str:
+def subpackage(module: str) -> str:
     """The first part of a module's name below the package: a folder, or a file of the package itself."""
     return (module + ".__init__").split(".")[1]
 
@@ -32,20 +32,20 @@ def imports(tree: ast.AST) -> Iterator[str]:
         yield from imports(node)
 
 
-def test_no_cycle_between_rooms() -> None:
+def test_no_cycle_between_subpackages() -> None:
     needed: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
-        here = room(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        found = {room(name) for name in imports(ast.parse(file.read_text())) if name.split(".")[0] == "kvllm"}
+        here = subpackage(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        found = {subpackage(name) for name in imports(ast.parse(file.read_text())) if name.split(".")[0] == "kvllm"}
         needed.setdefault(here, set()).update(found - {here})
     assert "core" in needed["worker"] and "worker" in needed["distributed"]
     graphlib.TopologicalSorter(needed).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("room", ["core", "compression/specs.py", "config", "sampling_params.py", "simulation"])
-def test_needs_no_torch(room: str) -> None:
+@pytest.mark.parametrize("part", ["core", "compression/specs.py", "config", "sampling_params.py", "simulation"])
+def test_needs_no_torch(part: str) -> None:
     """Checked in a process where torch cannot be imported."""
-    path = PACKAGE / room
+    path = PACKAGE / part
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     assert modules

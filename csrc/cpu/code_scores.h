@@ -77,7 +77,7 @@ struct QueryIntegers {
   }
 
  private:
-  // The second of each pair of a chunk behind the first ones.
+  // The second of each pair of a chunk after the first ones.
   static void separate(int16_t* chunk) {
     int16_t second[kCodeBytes];
     for (int i = 0; i < kCodeBytes; ++i) {

@@ -204,7 +204,7 @@ class Pass {
         scale_(scale),
         adapters_(adapters) {}
 
-  // residual `[rows, hidden_size]` is overwritten; hidden gets the normalized result of the wanted rows. Behind the
+  // residual `[rows, hidden_size]` is overwritten; hidden gets the normalized result of the wanted rows. After the
   // last attention, these alone are computed.
   void run(char* residual, char* hidden, const Wanted& wanted, LayerPlans& plans, const CachedLayers& cached) {
     char* x = normalize(residual);
@@ -277,7 +277,7 @@ class Pass {
     return x;
   }
 
-  // Normalizes and rotates the heads of queries, and of `kv_heads` keys behind them, in rows of `width`.
+  // Normalizes and rotates the heads of queries, and of `kv_heads` keys after them, in rows of `width`.
   void rotate(const Layer& layer, char* heads, int64_t width, int kv_heads) {
     const Rotary rotary{heads,    width,       positions_,       layer.cos_sin,  d_.query_heads,
                         kv_heads, d_.head_dim, layer.query_norm, layer.key_norm, d_.eps};

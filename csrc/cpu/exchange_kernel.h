@@ -79,7 +79,7 @@ struct Exchange {
     return largest;
   }
 
-  // Whether the exchanges so far leave a query with too much in dropped pairs, behind one more.
+  // Whether the exchanges so far leave a query with too much in dropped pairs, after one more.
   bool add(int arriving, int leaving, float* after) const {
     bool too_much = false;
     for (int query = 0; query < head.queries; ++query) {

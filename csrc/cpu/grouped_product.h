@@ -67,7 +67,7 @@ inline __attribute__((always_inline)) void load_eight(const char* from, Words& f
   }
 }
 
-// Fetches what is `ahead` bytes behind sixteen channels of tiles.
+// Fetches what is `ahead` bytes after sixteen channels of tiles.
 template <GroupedForm kForm, int kTiles>
 inline __attribute__((always_inline)) void prefetch_sixteen(const char* weight, int64_t tile_bytes, int64_t ahead) {
 #pragma GCC unroll 16
@@ -135,7 +135,7 @@ void multiply_groups(GroupedBlock block, float* totals) {
   Rows<int8_t, kRows> x(block.x, block.x_stride);
   Vec in_registers[kRows][kVectors];
   load_sums(totals, false, in_registers);
-  // From the edge on, what is fetched is the beginning of the tiles behind these.
+  // From the edge on, what is fetched is the beginning of the tiles after these.
   const int64_t distance = kTiles > 1 && block.tile_bytes < kPrefetchDistance ? block.tile_bytes : kPrefetchDistance;
   const char* edge = block.tile + block.tile_bytes - distance;
   for (int64_t i = 0; i < block.groups; ++i) {

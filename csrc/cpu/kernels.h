@@ -84,7 +84,7 @@ constexpr int64_t resemblance_workspace_floats(int64_t num_keys, int64_t head_di
 }
 
 // Keys and values of one KV head of one sequence. Pairs are counted without those that were evicted from this head
-// and not from others: pair `evicted_begin` lies `num_evicted` places behind the one before.
+// and not from others: pair `evicted_begin` lies `num_evicted` places after the one before.
 struct PagedHead {
   const void* keys;  // the head's first vector in block 0
   const void* values;
@@ -311,7 +311,7 @@ struct Kernels {
   void (*add_squares)(float* scores, int num_queries, int stride, int count, const float* sinks, float* added);
 
   // Which dropped pairs change places with residents: arriving[i] with leaving[i] for i below `count`. Scores do so,
-  // too. Returns the largest bound on the share of a query's attention in dropped pairs, behind the exchanges.
+  // too. Returns the largest bound on the share of a query's attention in dropped pairs, after the exchanges.
   // `workspace` has a float for each pair and three for each query, `arriving` and `leaving` have room for `most`.
   float (*exchange)(const ExchangeHead& head, float* workspace, int32_t* arriving, int32_t* leaving, int* count);
 

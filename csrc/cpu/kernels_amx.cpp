@@ -30,7 +30,7 @@ struct WeightBlock {
   int64_t begin, depth;
 };
 
-// Channels from which on a single pass fetches the beginning of the tiles behind these.
+// Channels from which on a single pass fetches the beginning of the tiles after these.
 template <class T>
 int64_t edge_of(const Product& a) {
   return a.depth - kPrefetchDistance / kTileBytes * kTileRowBytes / static_cast<int64_t>(sizeof(T));

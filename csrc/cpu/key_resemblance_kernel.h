@@ -44,7 +44,7 @@ struct KeyResemblance {
     }
   }
 
-  // Keys first .. first + count - 1 of length 1 in `units`; 0 behind the last one.
+  // Keys first .. first + count - 1 of length 1 in `units`; 0 after the last one.
   void unit_keys(int first, int count) const {
     for (int i = 0; i < count; ++i) {
       const bool exists = first + i < num_keys;

@@ -77,7 +77,7 @@ struct WindowMass {
     }
   }
 
-  // Scores of one query, tiles `stride` apart, to e^(score - max), 0 behind the first `attended`. Returns 1 / their
+  // Scores of one query, tiles `stride` apart, to e^(score - max), 0 after the first `attended`. Returns 1 / their
   // sum, which a score without a key may be a part of.
   Vec exponentiate(float* query_scores, int stride, int attended, const float* sink) const {
     const Vec minus_infinity = broadcast(-__builtin_inff());

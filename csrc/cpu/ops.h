@@ -41,7 +41,7 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
                       const std::optional<Tensor>& last_kv_index, bool squared, double soft_cap,
                       const std::optional<Tensor>& sinks);
 // Scores of each sequence's query tokens with its keys, unbounded: of queries `[sequences, tokens, query_heads,
-// head_dim]` float32 `[sequences, kv_heads, tokens * group, blocks * block_size]`, -inf behind the last key of a query
+// head_dim]` float32 `[sequences, kv_heads, tokens * group, blocks * block_size]`, -inf after the last key of a query
 // token.
 Tensor key_scores(const Tensor& queries, const Tensor& key_cache, const Tensor& block_tables,
                   const Tensor& last_kv_index, double scale);

@@ -37,7 +37,7 @@ struct Ahead {
   bool to_second_cache;
 };
 
-// Scales of a block of integers: of the rows, each `row_stride` behind the one before, and of the columns of the tiles.
+// Scales of a block of integers: of the rows, each `row_stride` after the one before, and of the columns of the tiles.
 struct Scales {
   const float* rows;
   int64_t row_stride;
@@ -189,7 +189,7 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
   const int64_t passes = (rows + kProductRows - 1) / kProductRows;
   const int64_t tile_stride = a.depth / P::kChannels * P::kWords;
   const int64_t group = P::kIntegers ? a.group : a.depth;
-  // From this channel on, what is fetched is the beginning of the tiles behind these.
+  // From this channel on, what is fetched is the beginning of the tiles after these.
   const int64_t edge = a.depth - kPrefetchDistance / kStepBytes<P> * P::kChannels;
   for (int64_t begin = 0, depth; begin < a.depth; begin += depth) {
     depth = group - begin % group;

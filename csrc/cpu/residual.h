@@ -35,7 +35,7 @@ struct ResidualLayer {
 // whatever is computed with it.
 struct ResidualSequence {
   int begin;          // the first pair that is there
-  int end;            // behind the last one
+  int end;            // after the last one
   int base;           // of the table: pair i is in row table[i - base]
   int64_t table;      // where it begins in ResidualPlan::tables
   int64_t first_row;  // of several, in the memory of the plan; below 0: in the slot
@@ -47,7 +47,7 @@ class ResidualPlan {
   // vector_bytes: of the keys of one token, as of the values.
   ResidualPlan(const Residual& residual, const int32_t* query_start_loc, int64_t num_sequences, int64_t vector_bytes);
 
-  // Writes the step's pairs where its query tokens find them, before a layer's attention; and behind it, those of
+  // Writes the step's pairs where its query tokens find them, before a layer's attention; and after it, those of
   // sequences with several query tokens to their slots.
   void begin_layer(const ResidualLayer& layer);
   void end_layer(const ResidualLayer& layer) const;

@@ -78,7 +78,7 @@ __host__ __device__ inline int tiles_of(const Layout& layout, const Compaction& 
 }
 
 // The moves of one thread in one tile. The tiles of a sequence come one after the other, then those of the next. A
-// thread has the same column of kInFlight KV pairs; threads behind the last whole pair have nothing to move.
+// thread has the same column of kInFlight KV pairs; threads after the last whole pair have nothing to move.
 __host__ __device__ inline void moves_of(const Layout& layout, const Compaction& event, int layer, int head, int tile,
                                          int thread, int threads, Move (&moves)[kInFlight]) {
   const int at_once = threads / layout.vectors_per_key, first = thread / layout.vectors_per_key;

@@ -185,7 +185,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(len(self.kv_groups) == 1 and not compression.layer_groups, given, value, allowed)
 
     def _check_compressible(self, compression: CompressionConfig) -> None:
-        """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
+        """Outside of a window nothing is left of which queries could be computed again, or attention be added up."""
         if compression.recalls:
             self._check_recall(compression)
         spec = compression.spec

@@ -88,7 +88,7 @@ class CompressionPlanner:
 
         It waits for blocks, too, where the policy compresses at once: what it samples must not depend on the load.
         Survivors move once they are chosen in all windows: queries of a window attend to those before it, and what they
-        find there must not depend on the load. Behind windows that do not lose whole blocks, moreover, the others would
+        find there must not depend on the load. After windows that do not lose whole blocks, moreover, the others would
         begin inside of blocks.
         """
         if self.policy.config.spec.reselects:  # there is no query to compute

@@ -56,7 +56,7 @@ HISTOGRAMS = {
     "request_queue_time_seconds": ("Time in the queue.", SLOW_SECONDS),
     "request_inference_time_seconds": ("Time after the queue.", SLOW_SECONDS),
     "request_prefill_time_seconds": ("Time from the queue to the first token.", SLOW_SECONDS),
-    "request_decode_time_seconds": ("Behind the first token.", SLOW_SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last one.", SLOW_SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
     "request_generation_tokens": ("Generated tokens of a request.", TOKENS),
     "request_params_n": ("n of a request.", COUNTS),

@@ -31,7 +31,7 @@ NO_PLAN = StepPlan()
 
 
 @dataclass
-class Held:
+class CachedText:
     """What the pool has of a sequence. drafted: the last tokens that are computed, which were a draft: where the text
     has others, their KV pairs are overwritten. hidden: `[1, hidden_size]`, of the last token, where drafts read it."""
 
@@ -78,7 +78,7 @@ class DraftModel:
 
     def reset(self) -> None:
         """Drop all sequences."""
-        self._held: dict[int, Held] = {}
+        self._cached: dict[int, CachedText] = {}
         self._without_room: set[int] = set()
         self._free_slots = list(range(self.config.max_num_seqs))
         self._free_blocks = list(range(self.cache.num_blocks))
@@ -93,12 +93,12 @@ class DraftModel:
 
     def _release(self, seq_id: int) -> bool:
         """Let go of what is there of a sequence. Returns whether there was anything."""
-        held = self._held.pop(seq_id, None)
-        if held:
-            slot, tables = held.state.table_slot, self.tables.parts[0]
+        cached = self._cached.pop(seq_id, None)
+        if cached:
+            slot, tables = cached.state.table_slot, self.tables.parts[0]
             self._free_slots.append(slot)
             self._free_blocks += tables.table[slot, : tables.num_blocks[slot]].tolist()
-        return held is not None
+        return cached is not None
 
     @torch.inference_mode()
     def draft(self, texts: Sequence[Text]) -> None:
@@ -109,7 +109,7 @@ class DraftModel:
             return self._draft(texts)
 
     def _draft(self, texts: Sequence[Text]) -> None:
-        found = [(text, held) for text in texts if (held := self._hold(text))]
+        found = [(text, cached) for text in texts if (cached := self._cached_text(text))]
         waits = self.device.type == "cpu" or any(text.row.reads_output for text, _ in found)
         steps, step = list[DraftStep](), self._read(found)
         while step:
@@ -120,8 +120,8 @@ class DraftModel:
             step = self._next(step, waits=waits)
         for depth, step in enumerate(steps if not waits else ()):
             step.settle(depth)
-        for text, held in found:
-            held.drafted = text.draft[:-1]
+        for text, cached in found:
+            cached.drafted = text.draft[:-1]
             del text.draft[text.count :]
 
     def _next(self, step: DraftStep, *, waits: bool) -> DraftStep | None:
@@ -133,38 +133,38 @@ class DraftModel:
         place = None if waits else partial(step.samples.place, rows, list(range(len(rows))))
         return _choose(self._pass(texts, [text.draft[-1:] for text, _ in texts], place), texts)
 
-    def _hold(self, text: Text) -> Held | None:
+    def _cached_text(self, text: Text) -> CachedText | None:
         """What is there of a text, with blocks for its draft; None if there is no room."""
         num_tokens = len(text) + text.count - 1
         if text.seq_id in self._without_room or num_tokens > self.config.max_model_len:
             return None
-        held = self._held.get(text.seq_id)
-        if held and text.hidden and held.state.logical_length - len(held.drafted) != text.hidden.begin:
+        cached = self._cached.get(text.seq_id)
+        if cached and text.hidden and cached.state.logical_length - len(cached.drafted) != text.hidden.begin:
             self._release(text.seq_id)  # what lies between was forgotten
-            held = None
+            cached = None
         tables, size = self.tables.parts[0], self.config.block_size
-        first = held.state.dropped if held else text.hidden.begin if text.hidden else 0
-        missing = -(-(num_tokens - first) // size) - (int(tables.num_blocks[held.state.table_slot]) if held else 0)
+        first = cached.state.dropped if cached else text.hidden.begin if text.hidden else 0
+        missing = -(-(num_tokens - first) // size) - (int(tables.num_blocks[cached.state.table_slot]) if cached else 0)
         if missing > len(self._free_blocks):
             self._release(text.seq_id)
             self._without_room.add(text.seq_id)
             return None
-        if held is None:
+        if cached is None:
             slot = self._free_slots.pop()
             self.tables.start(slot, first, [TableStart(first, [])])
-            held = self._held[text.seq_id] = Held(SequenceState([], slot, self.tables, text.row))
-        held.state.sample_row = text.row
+            cached = self._cached[text.seq_id] = CachedText(SequenceState([], slot, self.tables, text.row))
+        cached.state.sample_row = text.row
         if missing > 0:
-            tables.append(held.state.table_slot, self._free_blocks[-missing:])
+            tables.append(cached.state.table_slot, self._free_blocks[-missing:])
             del self._free_blocks[-missing:]
-        self._forget_wrong(text, held)
-        return held
+        self._forget_wrong(text, cached)
+        return cached
 
-    def _forget_wrong(self, text: Text, held: Held) -> None:
+    def _forget_wrong(self, text: Text, cached: CachedText) -> None:
         """Keep of what is computed what the text begins with, less its last token, whose logits are wanted."""
-        begin = held.state.logical_length - len(held.drafted)
-        self.tables.logical[held.state.table_slot] = begin + self._num_right(text, begin, held.drafted)
-        held.drafted = []
+        begin = cached.state.logical_length - len(cached.drafted)
+        self.tables.logical[cached.state.table_slot] = begin + self._num_right(text, begin, cached.drafted)
+        cached.drafted = []
 
     def _num_right(self, text: Text, begin: int, drafted: list[int]) -> int:
         """How many of the drafted tokens, which were computed from position `begin` on, are those of the text."""
@@ -175,10 +175,10 @@ class DraftModel:
             right += 1
         return right
 
-    def _read(self, found: list[tuple[Text, Held]]) -> DraftStep | None:
+    def _read(self, found: list[tuple[Text, CachedText]]) -> DraftStep | None:
         """Compute what is missing of texts, the shortest first, in one pass. Drafts the first token of those of which
         nothing is missing then."""
-        missing = [text.after(held.state.logical_length) for text, held in found]
+        missing = [text.after(cached.state.logical_length) for text, cached in found]
         left, chunks, whole = self.config.max_num_batched_tokens, list[list[int]](), list[int]()
         order = sorted(range(len(found)), key=lambda i: len(missing[i]))
         for i in order:
@@ -194,10 +194,12 @@ class DraftModel:
         texts = [found[i] for i in order[: len(whole)]]
         return _choose(last.rows(range(len(texts))), texts) if texts else None
 
-    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]], place: Place | None = None) -> LastLogits:
+    def _pass(
+        self, found: list[tuple[Text, CachedText]], tokens: list[list[int]], place: Place | None = None
+    ) -> LastLogits:
         """Compute the next tokens of sequences -> the logits of the last one of each. place: writes those that only the
         device knows."""
-        states = [held.state for _, held in found]
+        states = [cached.state for _, cached in found]
         counts = [len(each) for each in tokens]
         table_slots, num_known = np.array([state.table_slot for state in states]), np.array(counts)
         num_decodes = len(states) if max(counts) == 1 else 0
@@ -212,7 +214,7 @@ class DraftModel:
 class DraftStep:
     """A token more of the drafts of some texts, which a device may still be at work on."""
 
-    texts: list[tuple[Text, Held]]
+    texts: list[tuple[Text, CachedText]]
     samples: Samples
 
     def extend(self) -> None:
@@ -230,7 +232,7 @@ class DraftStep:
                 text.count = min(text.count, depth)
 
 
-def _choose(last: LastLogits, texts: list[tuple[Text, Held]]) -> DraftStep:
-    rows = rows_of([held.state for _, held in texts])
+def _choose(last: LastLogits, texts: list[tuple[Text, CachedText]]) -> DraftStep:
+    rows = rows_of([cached.state for _, cached in texts])
     rows.reported.clear()  # nobody asks for log probabilities of drafts
     return DraftStep(texts, sample(last.logits, rows, last.chosen))

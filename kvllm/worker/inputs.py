@@ -43,12 +43,12 @@ class InputPreparer:
         self.device = device
         self._features = [feature for feature in features if feature.tensors]
         self._tensors = tuple(tensor for feature in self._features for tensor in feature.tensors)
-        self._num_rooms = ahead + 1
+        self._num_memories = ahead + 1
         self.clear()
 
     def clear(self) -> None:
         """Forget a step that was cut short. The device may still read the memory that it had."""
-        self._rooms = [_Room() for _ in range(self._num_rooms)]  # the first is free
+        self._memories = [_InputMemory() for _ in range(self._num_memories)]  # the first is free
         self._ahead: _PartialInputs | None = None
 
     def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int, num_logits: int = 0) -> InputShape:
@@ -69,7 +69,7 @@ class InputPreparer:
         for feature in self._features:
             feature.write(inputs.tensors, inputs.table_slots, inputs.kv_lengths, is_new=inputs.is_new)
         inputs.is_new = False
-        self._rooms.append(self._rooms.pop(0))
+        self._memories.append(self._memories.pop(0))
         return inputs.tensors
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
@@ -77,16 +77,16 @@ class InputPreparer:
         self._ahead = self._begin(states, num_tokens, shape)
 
     def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
-        room = self._rooms[0]
-        if room.inputs and shape.is_decode and room.inputs.are_of_batch(states, num_tokens, shape, self.tables):
-            room.inputs.go_on(self.tables)
+        memory = self._memories[0]
+        if memory.inputs and shape.is_decode and memory.inputs.are_of_batch(states, num_tokens, shape, self.tables):
+            memory.inputs.go_on(self.tables)
         else:
-            tensors = room.of(shape, pinned=self.device.type == "cuda")
-            room.inputs = _PartialInputs.of(states, num_tokens, tensors, self.tables)
-        return room.inputs
+            tensors = memory.of(shape, pinned=self.device.type == "cuda")
+            memory.inputs = _PartialInputs.of(states, num_tokens, tensors, self.tables)
+        return memory.inputs
 
 
-class _Room:
+class _InputMemory:
     """Memory for the inputs of a step. A step of the same shape as the last one in it gets the same views.
 
     inputs: those of that step.

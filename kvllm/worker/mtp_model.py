@@ -10,7 +10,7 @@ import torch
 from kvllm.attention.base import AttentionBackend
 from kvllm.config import EngineConfig
 from kvllm.models.mtp import MTPDecoder
-from kvllm.worker.draft_model import DraftModel, Held
+from kvllm.worker.draft_model import CachedText, DraftModel
 from kvllm.worker.drafter import Text
 from kvllm.worker.features.base import StepFeature, WorkerParts
 from kvllm.worker.forward_pass import Place
@@ -57,11 +57,13 @@ class MTPModel(DraftModel):
     def _num_right(self, text: Text, begin: int, drafted: list[int]) -> int:
         return 0
 
-    def _pass(self, found: list[tuple[Text, Held]], tokens: list[list[int]], place: Place | None = None) -> LastLogits:
+    def _pass(
+        self, found: list[tuple[Text, CachedText]], tokens: list[list[int]], place: Place | None = None
+    ) -> LastLogits:
         rows = []
-        for (text, held), each in zip(found, tokens, strict=True):
+        for (text, cached), each in zip(found, tokens, strict=True):
             assert text.hidden
-            rows.append(held.hidden if text.draft and held.hidden is not None else text.hidden.take(len(each)))
+            rows.append(cached.hidden if text.draft and cached.hidden is not None else text.hidden.take(len(each)))
         hidden, static = torch.cat(rows), self._read_by_graphs
         if len(hidden) <= len(static):
             static[: len(hidden)] = hidden
@@ -69,6 +71,6 @@ class MTPModel(DraftModel):
             self.model.hidden = hidden
         last = super()._pass(found, tokens, place)
         self.model.hidden = static
-        for (_, held), row in zip(found, self._last.rows.split(1), strict=True):
-            held.hidden = row
+        for (_, cached), row in zip(found, self._last.rows.split(1), strict=True):
+            cached.hidden = row
         return last

@@ -9,7 +9,7 @@ from kvllm.config import EngineConfig
 from kvllm.config.speculation import VIEW_FIRST, VIEW_LAST
 from kvllm.core.tables import TableStart
 from kvllm.models.base import Decoder
-from kvllm.worker.draft_model import DraftModel, DraftStep, Held
+from kvllm.worker.draft_model import CachedText, DraftModel, DraftStep
 from kvllm.worker.drafter import Text
 from kvllm.worker.features.adapters import AdapterFeature
 from kvllm.worker.loaded_adapters import LoadedAdapters
@@ -38,7 +38,7 @@ class SelfModel(DraftModel):
         self.forward_pass.clear()
 
     def drop(self, seq_ids: Iterable[int]) -> None:
-        """Nothing is held of any."""
+        """Nothing is kept of any."""
 
     def _draft(self, texts: Sequence[Text]) -> None:
         num_blocks, at_once = self.cache.num_blocks, self.config.num_self_drafts
@@ -47,7 +47,7 @@ class SelfModel(DraftModel):
             self._copies = []
             super()._draft(texts[begin : begin + at_once])
 
-    def _hold(self, text: Text) -> Held:
+    def _cached_text(self, text: Text) -> CachedText:
         """A view of a text's KV pairs, with blocks for its draft."""
         tables, slot, length = text.state.tables, text.state.table_slot, len(text) - 1
         # Tables have room for no more after a window, and none after the longest text.
@@ -55,7 +55,7 @@ class SelfModel(DraftModel):
         firsts = [self.first if part < tables.full_parts else 0 for part in range(len(tables.parts))]
         pairs = zip(tables.parts, firsts, strict=True)
         self.tables.start(slot, length, [self._view(part, slot, length, text.count, first) for part, first in pairs])
-        return Held(SequenceState([], slot, self.tables, text.row))
+        return CachedText(SequenceState([], slot, self.tables, text.row))
 
     def _view(self, tables: BlockTables, table_slot: int, length: int, count: int, first: int) -> TableStart:
         """Of a part: the `first` of `length` tokens and the last ones, in whole blocks, and room for `count` more."""
@@ -68,7 +68,7 @@ class SelfModel(DraftModel):
         room = [self._spare.pop() for _ in range(-(-(rest + count) // size))]
         return TableStart(length - len(view) * size - rest, view + room)
 
-    def _read(self, found: list[tuple[Text, Held]]) -> DraftStep | None:
+    def _read(self, found: list[tuple[Text, CachedText]]) -> DraftStep | None:
         if self._copies:
             sources, destinations = zip(*self._copies, strict=True)
             self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))

@@ -20,7 +20,7 @@ from tests.helpers.attention_cases import (
     KV_HEADS,
     MIXED,
     RAGGED,
-    Case,
+    AttentionCase,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
     assert_each_layer_has_its_own_holes,
     assert_later_entries_stay_hidden,
@@ -141,7 +141,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert torch.equal(output[1], outputs[0][1])
 
 
-def replaced(case: Case, **fields: torch.Tensor) -> Case:
+def replaced(case: AttentionCase, **fields: torch.Tensor) -> AttentionCase:
     return replace(case, batch=replace(case.batch, **fields))
 
 
@@ -188,7 +188,7 @@ def test_an_empty_batch_is_fine() -> None:
 @pytest.mark.parametrize("options", attention_cases.OPTIONS)
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_options_of_a_layer(name: str, options: str, block_size: int) -> None:
-    """What lies behind a window is not read."""
+    """What lies outside of a window is not read."""
     case = make_case(MIXED + EDGES[3:], block_size=block_size, head_dim=16, group=3)
     assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), name)
 
@@ -196,7 +196,7 @@ def test_options_of_a_layer(name: str, options: str, block_size: int) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int6_int4", "int4", "int6_int4_hadamard"])
 @pytest.mark.parametrize("options", ["window 5", "window 100", "all"])
 def test_windows_over_codes(options: str, kv_cache_dtype: str) -> None:
-    """The codes behind a window, their scales and their zero points do not count."""
+    """The codes outside of a window, their scales and their zero points do not count."""
     case = make_case(MIXED, head_dim=32, kv_cache_dtype=kv_cache_dtype)
     assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), "cpu", 1e-4)
 

@@ -9,7 +9,7 @@ from kvllm.attention.registry import BACKENDS, make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers import attention_cases
-from tests.helpers.attention_cases import Case, dense_attention, make_case, make_ragged_case
+from tests.helpers.attention_cases import AttentionCase, dense_attention, make_case, make_ragged_case
 from tests.helpers.devices import ALLOWED, CUDA, DEVICES, assert_near, poisoned
 from tests.helpers.kernel_launches import LATENT
 
@@ -33,7 +33,7 @@ UNEVEN = [[40_000], *[[index] for index in range(0, 600, 37)]]
 """A sequence of more segments than a kernel cuts one into, among short ones."""
 
 
-def assert_backend(name: str, case: Case, device: str, allowed: float) -> None:
+def assert_backend(name: str, case: AttentionCase, device: str, allowed: float) -> None:
     expected, case = dense_attention(case), case.to(device)
     ragged = case.batch.packed_len is not None
     try:

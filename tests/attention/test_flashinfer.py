@@ -40,7 +40,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wrapper]]:
         yield wrapper
 
 
-def on_the_cpu(case: attention_cases.Case) -> Any:
+def on_the_cpu(case: attention_cases.AttentionCase) -> Any:
     """A backend over a cache on the CPU, which `make_backend` does not allow."""
     backend = import_module("kvllm.attention.flashinfer").FlashInferBackend
     return backend(case.cache, case.queries.shape[1], case.scale, (case.options,))
@@ -193,9 +193,9 @@ def test_partial_results_of_many_sequences_have_room(flashinfer: type[Wrapper]) 
         batch = AttentionBatch(torch.arange(num_seqs + 1, dtype=torch.int32), *ints, recording=Recording())
         [plan] = backend.plan(batch)
         backend._planned(plan, backend.layers[0])
-    rooms = [len(args[0]) for _, method, args, _ in flashinfer.calls if method == "__init__"]
+    workspaces = [len(args[0]) for _, method, args, _ in flashinfer.calls if method == "__init__"]
     tiles = 640 * 4 // 16 + 639
-    assert rooms[0] == rooms[1] >= 32 * tiles * 16 * (128 + 1) * 4 > 128 << 20
+    assert workspaces[0] == workspaces[1] >= 32 * tiles * 16 * (128 + 1) * 4 > 128 << 20
 
 
 @pytest.mark.parametrize("method", [None, "keydiff"])

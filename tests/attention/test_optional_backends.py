@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     return torch.cat(output), torch.cat(sums).T, None
 
 
-def on_the_cpu(module: str, name: str, case: attention_cases.Case) -> Any:
+def on_the_cpu(module: str, name: str, case: attention_cases.AttentionCase) -> Any:
     """A backend over a cache on the CPU, which `make_backend` does not allow."""
     return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale, (case.options,))
 
@@ -198,7 +198,7 @@ def flash_attn_3_with_kvcache(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less. Values
-    behind a sequence's last entry are multiplied by zero, as the kernel does in its last tile."""
+    after a sequence's last entry are multiplied by zero, as the kernel does in its last tile."""
     assert causal and return_softmax_lse and all(tensor.stride(-1) == 1 for tensor in (q, k_cache, v_cache, page_table))
     assert cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
     assert cache_seqlens.is_contiguous() and len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1

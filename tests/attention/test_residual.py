@@ -16,7 +16,14 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker.features.residual import KVResidual
-from tests.helpers.attention_cases import KV_HEADS, Case, dense_attention, dense_scores, make_case, make_scored_case
+from tests.helpers.attention_cases import (
+    KV_HEADS,
+    AttentionCase,
+    dense_attention,
+    dense_scores,
+    make_case,
+    make_scored_case,
+)
 from tests.helpers.examples import thinned
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
@@ -29,10 +36,10 @@ DROPPED = [0, 0, 0, 7, 300, 64, 0, 513, 11, 3]
 FOUND = [0, 0, 0, 16, 0, 120, 500, 0, 20, 4]
 
 
-class Held:
+class ResidualCase:
     """A case whose recent KV pairs are held, too, in slots in an order of their own."""
 
-    def __init__(self, case: Case, size: int, dropped: list[int], found: list[int]) -> None:
+    def __init__(self, case: AttentionCase, size: int, dropped: list[int], found: list[int]) -> None:
         self.case, self.size, self.dropped, self.found = case, size, dropped, found
         count = len(case.keys)
         self.slots = torch.randperm(count + 2)[:count]
@@ -96,9 +103,9 @@ class Held:
         return output
 
 
-def hold(size: int, **options) -> Held:
+def residual_case(size: int, **options) -> ResidualCase:
     torch.manual_seed(0)
-    return Held(make_case(ROWS, **options), size, DROPPED, FOUND)
+    return ResidualCase(make_case(ROWS, **options), size, DROPPED, FOUND)
 
 
 @FORMATS
@@ -108,13 +115,13 @@ def hold(size: int, **options) -> Held:
     [pytest.param(1, 16, 64, 4, marks=pytest.mark.long), (32, 1, 32, 1), (64, 256, 96, 3)],
 )
 def test_matches_dense(name: str, dtype: torch.dtype, size: int, block_size: int, head_dim: int, group: int) -> None:
-    held = hold(size, block_size=block_size, head_dim=head_dim, group=group, dtype=dtype, kv_cache_dtype=name)
+    held = residual_case(size, block_size=block_size, head_dim=head_dim, group=group, dtype=dtype, kv_cache_dtype=name)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(held.run().double(), held.dense(), atol=tolerance, rtol=tolerance)
 
 
 def test_matches_dense_with_a_soft_cap_and_sinks() -> None:
-    held = hold(32, kv_cache_dtype="int4")
+    held = residual_case(32, kv_cache_dtype="int4")
     sinks = torch.linspace(-2, 2, held.case.queries.shape[1])
     held.case = replace(held.case, options=LayerAttention(soft_cap=0.5, sinks=True), sinks=sinks)
     torch.testing.assert_close(held.run().double(), held.dense(), atol=1e-4, rtol=1e-4)
@@ -122,7 +129,7 @@ def test_matches_dense_with_a_soft_cap_and_sinks() -> None:
 
 @pytest.mark.parametrize("size, window", [(32, 33), (32, 48), (48, 48), (64, 520)])
 def test_matches_dense_in_a_sliding_window(size: int, window: int) -> None:
-    held = hold(size, kv_cache_dtype="int4")
+    held = residual_case(size, kv_cache_dtype="int4")
     held.case = replace(held.case, options=LayerAttention(window=window))
     torch.testing.assert_close(held.run().double(), held.dense(), atol=1e-4, rtol=1e-4)
 
@@ -132,7 +139,7 @@ def test_what_is_held_matters() -> None:
     case = make_case([list(range(48))], kv_cache_dtype="int4")
     exact = replace(case, keys=[case.originals[0][0]], values=[case.originals[0][1]])
     rounded = (case.run().double() - dense_attention(exact)).abs().max()
-    held = (Held(case, 48, [0], [0]).run().double() - dense_attention(exact)).abs().max()
+    held = (ResidualCase(case, 48, [0], [0]).run().double() - dense_attention(exact)).abs().max()
     assert rounded > 1e-2 and held < 1e-5
 
 
@@ -141,9 +148,9 @@ def test_what_is_held_matters() -> None:
 def test_steps_of_one_token_have_the_bits_of_a_chunk(name: str, dtype: torch.dtype) -> None:
     """The rows that are held are those of the tokens before, whatever the steps were."""
     for size in (16, 70):
-        together = hold(size, dtype=dtype, group=3, kv_cache_dtype=name)
+        together = residual_case(size, dtype=dtype, group=3, kv_cache_dtype=name)
         expected = together.run()
-        alone = hold(size, dtype=dtype, group=3, kv_cache_dtype=name)
+        alone = residual_case(size, dtype=dtype, group=3, kv_cache_dtype=name)
         for sequence in range(len(ROWS)):
             rows = alone.case.rows(sequence)
             for begin in range(rows.start, rows.stop, 1 if sequence % 2 else 5):
@@ -158,7 +165,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         decode, prefill = make_case([[1500]], kv_cache_dtype=name), make_case([list(range(300))], kv_cache_dtype=name)
-        outputs.append(torch.cat([Held(case, 40, [0], [0]).run() for case in (decode, prefill)]))
+        outputs.append(torch.cat([ResidualCase(case, 40, [0], [0]).run() for case in (decode, prefill)]))
     assert all(torch.equal(output, outputs[0]) for output in outputs[1:])
 
 
@@ -167,7 +174,7 @@ def test_scores_are_of_what_is_attended(name: str) -> None:
     tokens = [(0, 0), (16, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512)]
     case = make_scored_case(tokens, kv_cache_dtype=name)
     torch.manual_seed(0)
-    held = Held(case, 32, [0] * len(tokens), [0] * len(tokens))
+    held = ResidualCase(case, 32, [0] * len(tokens), [0] * len(tokens))
     attended = [held.keys_and_values(sequence, 0)[0] for sequence in range(len(tokens))]
     expected = dense_scores(replace(case, keys=attended))
     held.run()

@@ -79,7 +79,7 @@ def step(scheduler: Scheduler):
 
 def as_in_vectors(history: list, events: list) -> np.ndarray:
     """The vectors note (C, u) after the event of a step; the engine compresses at the beginning of the next. And they
-    count u from 0 on after an event, as the paper does, where the engine counts the KV pairs behind the window too."""
+    count u from 0 on after an event, as the paper does, where the engine counts the KV pairs after the window too."""
     history = np.array(history)
     for global_step, seq_id, _, _, tail, after in events:
         history[global_step - 1, seq_id] = after, tail

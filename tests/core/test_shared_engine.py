@@ -124,8 +124,8 @@ class Failure(Exception):
 class FailingOnce:
     """Raises before or after the k-th call of a method of an object, and never again."""
 
-    def __init__(self, owner: Any, name: str, call: int, *, behind: bool) -> None:
-        self._owner, self._name, self._left, self._behind = owner, name, call, behind
+    def __init__(self, owner: Any, name: str, call: int, *, after: bool) -> None:
+        self._owner, self._name, self._left, self._after = owner, name, call, after
         self._method = getattr(owner, name)
 
     def __enter__(self) -> FailingOnce:
@@ -141,10 +141,10 @@ class FailingOnce:
 
     def _call(self, *args: Any, **options: Any) -> Any:
         self._left -= 1
-        if self._left == 0 and not self._behind:
+        if self._left == 0 and not self._after:
             raise Failure
         result = self._method(*args, **options)
-        if self._left == 0 and self._behind:
+        if self._left == 0 and self._after:
             raise Failure
         return result
 
@@ -167,12 +167,12 @@ def owner_of(llm: LLM, path: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("path", "method"), BOUNDARIES)
-def test_an_exception_at_a_step_boundary(llm: LLM, expected: list[Any], path: str, method: str, behind: bool) -> None:
+def test_an_exception_at_a_step_boundary(llm: LLM, expected: list[Any], path: str, method: str, after: bool) -> None:
     """The call may raise; the next one has the tokens of a fresh engine."""
     for number in range(1, 30, 1 if examples(100) == 100 else 4):
-        failing = FailingOnce(owner_of(llm, path), method, number, behind=behind)
+        failing = FailingOnce(owner_of(llm, path), method, number, after=after)
         with suppress(Failure), failing:
             tokens_of(llm, *batch_of(3))
         if not failing.has_failed:
@@ -194,7 +194,7 @@ def test_an_exception_beside_the_calls_of_other_threads(llm: LLM, expected: list
             except Failure:
                 raised.append(thread)
 
-        with FailingOnce(owner_of(llm, path), method, number, behind=bool(number % 2)):
+        with FailingOnce(owner_of(llm, path), method, number, after=bool(number % 2)):
             in_threads(work)
         assert len(raised) <= 1
         assert tokens_of(llm, *batch_of(5)) == expected[5]
@@ -248,7 +248,7 @@ def test_an_exception_in_a_callback_of_the_progress_bar(llm: LLM, expected: list
     check_nothing_leaks(llm)
 
 
-def test_what_a_call_leaves_behind_is_aborted(llm: LLM) -> None:
+def test_what_a_call_leaves_after_is_aborted(llm: LLM) -> None:
     def adds(request_id: str, num_tokens: int) -> tuple[str, Callable[[], Any]]:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         return request_id, lambda: found.append(llm.llm_engine.add_request(request_id, "A", params)) or found[-1]

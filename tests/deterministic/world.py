@@ -25,10 +25,10 @@ from kvllm.errors import EngineDeadError, WorkerError
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import read_vocabulary
 from kvllm.tokenizer import Tokenizer
+from tests.deterministic.answer_check import AnswerCheck
 from tests.deterministic.clients import CallbackFailed, Clients, Got
 from tests.deterministic.clock import Interrupted, VirtualClock, VirtualLoop, simulated_engine_loop
 from tests.deterministic.exact_model import END, VOCAB, ExactModel
-from tests.deterministic.judge import Judge
 from tests.deterministic.replicas import SimulatedReplicas
 from tests.deterministic.scenario import RULES, SERVER, Arrival, Fault, Scenario, make_config
 from tests.deterministic.server import AdapterFiles, SimulatedServer
@@ -273,8 +273,8 @@ class World:
         self.trace.update(repr((name, got.tokens, got.reasons)).encode())
         if got.error is not None and not self._is_explained(arrival, got, got.error):
             self.failures.append(f"request {name}: {type(got.error).__name__}: {got.error}")
-        judge = Judge(self.config, self.grammars, name, arrival, self.prompts[name])
-        found = [judge.failures(got, adapter or "") for adapter in self._adapters_of(arrival, got)]
+        check = AnswerCheck(self.config, self.grammars, name, arrival, self.prompts[name])
+        found = [check.failures(got, adapter or "") for adapter in self._adapters_of(arrival, got)]
         self.failures += min(found, key=len)
 
     def _adapters_of(self, arrival: Arrival, got: Got) -> list[str | None]:

@@ -238,7 +238,7 @@ def test_an_interrupt_loses_no_request(one: LLM, two: LLM) -> None:
     prompts = {"a": "GOOD", "b": "HAND", "c": "EDGE"}
     expected = [output.outputs for output in one.generate(list(prompts.values()), params, use_tqdm=False)]
     engine = two.llm_engine
-    rooms = ("distributed/replicas", "core/transition.py", "core/output_processor.py")
+    parts = ("distributed/replicas", "core/transition.py", "core/output_processor.py")
 
     def serve(trap: Trap) -> list[list[CompletionOutput]]:
         outputs = [engine.add_request(name, prompt, params) for name, prompt in prompts.items()]
@@ -248,10 +248,10 @@ def test_an_interrupt_loses_no_request(one: LLM, two: LLM) -> None:
                     engine.step()
         return [output.outputs for output in outputs]
 
-    everything = Trap(rooms)
+    everything = Trap(parts)
     assert serve(everything) == expected
     for line, hit in chosen_lines(everything.seen):
-        assert serve(Trap(rooms, line, hit)) == expected, f"after an interrupt at {line}"
+        assert serve(Trap(parts, line, hit)) == expected, f"after an interrupt at {line}"
 
 
 def test_a_request_that_a_replica_refuses_ends_alone(one: LLM, two: LLM) -> None:

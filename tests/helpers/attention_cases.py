@@ -61,7 +61,7 @@ OPTIONS = {
 
 
 @dataclass
-class Case:
+class AttentionCase:
     """A cache with a few sequences in it, and query rows over them. options, sinks: of the only layer. originals: keys
     and values of each sequence before a quantized cache rounded them."""
 
@@ -85,7 +85,7 @@ class Case:
         backend = self.backend(name)
         return backend.run(0, self.queries, backend.plan(self.batch), self.sinks)
 
-    def to(self, device: str) -> Case:
+    def to(self, device: str) -> AttentionCase:
         """The case with a cache, queries and a batch that are on a device; keys and values stay."""
         cache = PagedKVCache(self.cache.shape, self.cache.num_blocks, device)
         cache.data.view(torch.uint8).copy_(self.cache.data.view(torch.uint8))
@@ -108,7 +108,7 @@ def make_case(
     kv_cache_dtype: str = "auto",
     shared: bool = False,
     seed: int = 0,
-) -> Case:
+) -> AttentionCase:
     """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid. shared:
     values are the keys.
 
@@ -146,10 +146,10 @@ def make_case(
     index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
     starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
     queries = randn(len(index), KV_HEADS * group, head_dim)
-    return Case(cache, keys, values, queries, AttentionBatch(starts, index, tables), originals=originals)
+    return AttentionCase(cache, keys, values, queries, AttentionBatch(starts, index, tables), originals=originals)
 
 
-def with_options(case: Case, options: LayerAttention) -> Case:
+def with_options(case: AttentionCase, options: LayerAttention) -> AttentionCase:
     """The case with other options of its layer. What lies before every window is NaN, in a block that no one holds."""
     tables, block_size = case.batch.block_tables.clone(), case.cache.shape.block_size
     unused = min(set(range(case.cache.num_blocks)) - set(tables.flatten().tolist()))
@@ -164,7 +164,7 @@ def with_options(case: Case, options: LayerAttention) -> Case:
     return replace(case, batch=replace(case.batch, block_tables=tables), options=options, sinks=sinks)
 
 
-def make_ragged_case(**options) -> Case:
+def make_ragged_case(**options) -> AttentionCase:
     """The case RAGGED; slots that were evicted from a head are NaN."""
     case = make_case([rows for rows, _, _ in RAGGED], **options)
     batch = replace(
@@ -182,7 +182,7 @@ def make_ragged_case(**options) -> Case:
     return replace(case, batch=batch)
 
 
-def dense_attention(case: Case) -> torch.Tensor:
+def dense_attention(case: AttentionCase) -> torch.Tensor:
     """Softmax attention of every row over its own entries, written out, in float64."""
     output = torch.empty(case.queries.shape, dtype=torch.float64)
     group = case.queries.shape[1] // KV_HEADS
@@ -212,7 +212,7 @@ def hole(batch: AttentionBatch, sequence: int, kv_head: int, length: int) -> tor
     return (entries >= batch.head_lengths[0, sequence, kv_head]) & (entries < batch.packed_len[sequence])
 
 
-def assert_matches_dense(case: Case, name: str, tolerance: float | None = None) -> None:
+def assert_matches_dense(case: AttentionCase, name: str, tolerance: float | None = None) -> None:
     tolerance = tolerance or TOLERANCE[case.queries.dtype]
     torch.testing.assert_close(case.run(name).double(), dense_attention(case), atol=tolerance, rtol=tolerance)
 
@@ -251,7 +251,7 @@ def assert_bits_of_sums_that_cancel(dtype: torch.dtype) -> None:
     _assert_rows_alone(replace(case, queries=torch.zeros_like(case.queries)))
 
 
-def _assert_rows_alone(case: Case) -> None:
+def _assert_rows_alone(case: AttentionCase) -> None:
     together = case.run()
     for sequence in range(len(case.keys)):
         rows = case.rows(sequence)
@@ -281,7 +281,7 @@ def assert_later_entries_stay_hidden(dtype: torch.dtype, **options) -> None:
         assert after[first_hidden:].isnan().all()
 
 
-def make_scored_case(tokens: list[tuple[int, int]], **options) -> Case:
+def make_scored_case(tokens: list[tuple[int, int]], **options) -> AttentionCase:
     """Sequences of one query token each, with its KV pair's index and the first that is scored; the cache has scores of
     garbage."""
     case = make_case([[index] for index, _ in tokens], **options)
@@ -290,7 +290,7 @@ def make_scored_case(tokens: list[tuple[int, int]], **options) -> Case:
     return replace(case, batch=replace(case.batch, scored_from=starts))
 
 
-def dense_scores(case: Case) -> torch.Tensor:
+def dense_scores(case: AttentionCase) -> torch.Tensor:
     """The scores of the cache after a step, written out sequence by sequence, in float64."""
     assert case.cache.scores is not None and case.batch.scored_from is not None
     scores, block_size = case.cache.scores.double(), case.cache.shape.block_size

@@ -67,7 +67,7 @@ def giving_key(key: str) -> str:
 def watched_page(
     browser: Browser, url: str, *, path: str = "/", key: str | None = None, **options: Any
 ) -> Iterator[Page]:
-    """The page at `url` and `path` in a context of its own, with an API key in its storage. Behind the test, fails if
+    """The page at `url` and `path` in a context of its own, with an API key in its storage. After the test, fails if
     the console had an error or a request went to another host."""
     context = browser.new_context(**options)
     page = context.new_page()

@@ -19,11 +19,11 @@ Line = tuple[str, int]
 class Trap:
     """Raises KeyboardInterrupt once, when a line is about to run; without a line, it notes all that do.
 
-    rooms: folders and files of the package, whose lines count. hit: how many times the line has to be about to run.
+    parts: folders and files of the package, whose lines count. hit: how many times the line has to be about to run.
     """
 
-    def __init__(self, rooms: tuple[str, ...], line: Line | None = None, hit: int = 1) -> None:
-        self.rooms = tuple(str(PACKAGE / room) for room in rooms)
+    def __init__(self, parts: tuple[str, ...], line: Line | None = None, hit: int = 1) -> None:
+        self.parts = tuple(str(PACKAGE / part) for part in parts)
         self.line = line
         self.hits_left = hit
         self.seen: dict[Line, int] = {}
@@ -39,7 +39,7 @@ class Trap:
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         file = frame.f_code.co_filename
-        relevant = file.startswith(self.rooms) if self.line is None else file == self.line[0]
+        relevant = file.startswith(self.parts) if self.line is None else file == self.line[0]
         return self._step if relevant else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:

@@ -62,7 +62,7 @@ class Text:
     num_events: int = 0
 
     def see(self, position: int) -> None:
-        """A token is computed: its KV pair lies behind the others, and it attends all of them."""
+        """A token is computed: its KV pair lies after the others, and it attends all of them."""
         own = torch.full((*self.layout.shape[:2], 1), position)
         self.layout = torch.cat((self.layout, own), dim=-1)
         self.visible[..., position, :] = positions_of(self.layout, self.visible.shape[-1])

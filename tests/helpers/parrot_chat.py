@@ -39,7 +39,7 @@ QUESTION: Any = [{"role": "user", "content": "Is it fine?"}]
 
 
 def make_parrot_chat(path: Path) -> None:
-    """Write the model. Behind other tokens than those of its answer, all tokens are equally likely."""
+    """Write the model. After other tokens than those of its answer, all tokens are equally likely."""
     hf = byte_level("chat").hf
     hf.add_tokens([AddedToken(text, normalized=False) for text in ANSWER[2:-1] if text not in ("</think>",)])
     hf.chat_template = TEMPLATE

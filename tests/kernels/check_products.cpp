@@ -20,7 +20,7 @@ namespace {
 using namespace kvllm;
 
 constexpr int64_t kMostRows = 100;
-constexpr int kGuard = 64;  // numbers behind an output that must stay as they are
+constexpr int kGuard = 64;  // numbers after an output that must stay as they are
 
 int failures = 0;
 int64_t numbers_checked = 0, rows_checked = 0;
@@ -154,7 +154,7 @@ std::vector<T> multiply(const ProductKernels& kernels, Weight& weight, const T* 
           workspace.data());
     }
   }
-  for (int i = 0; i < kGuard; ++i) expect(to_float(out[rows * columns + i]) == -7, "nothing is written behind out");
+  for (int i = 0; i < kGuard; ++i) expect(to_float(out[rows * columns + i]) == -7, "nothing is written after out");
   out.resize(rows * columns);
   return out;
 }

@@ -67,7 +67,7 @@ def failures(request: pytest.FixtureRequest) -> dict[str, str]:
     return run_python(f"run_checks(long={request.config.getoption('long')})", __name__, TRITON_INTERPRET="1")
 
 
-def assert_matches_dense(case: attention_cases.Case) -> None:
+def assert_matches_dense(case: attention_cases.AttentionCase) -> None:
     tolerance = {torch.float32: 3e-6, torch.float16: 3e-3}[case.queries.dtype]
     expected = attention_cases.dense_attention(case)
     torch.testing.assert_close(case.run("triton").double(), expected, atol=tolerance, rtol=tolerance)
@@ -216,13 +216,13 @@ def each_layer_has_its_own_holes() -> None:
     attention_cases.assert_each_layer_has_its_own_holes("triton")
 
 
-def run_observed(case: attention_cases.Case, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def run_observed(case: attention_cases.AttentionCase, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Run the only layer, which adds to `mass` `[1, table rows, kv_heads, entries]`."""
     table_slots = torch.tensor(rows, dtype=torch.int32, device=mass.device)
     return replace(case, batch=replace(case.batch, table_slots=table_slots, mass=mass)).run("triton")
 
 
-def dense_mass(case: attention_cases.Case, sequence: int) -> torch.Tensor:
+def dense_mass(case: attention_cases.AttentionCase, sequence: int) -> torch.Tensor:
     """Probabilities summed over the rows and the query heads of a KV head, written out, in float64."""
     keys, rows = case.keys[sequence].double(), case.rows(sequence)
     queries = case.queries[rows].double().unflatten(1, (attention_cases.KV_HEADS, -1))
@@ -312,7 +312,7 @@ def queries_may_be_a_view_of_wider_rows() -> None:
     assert torch.equal(replace(case, queries=view).run("triton"), case.run("triton"))
 
 
-def part(case: attention_cases.Case, sequence: int, rows: slice) -> attention_cases.Case:
+def part(case: attention_cases.AttentionCase, sequence: int, rows: slice) -> attention_cases.AttentionCase:
     """Some rows of one sequence, without the rest of the batch."""
     batch = AttentionBatch(
         torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),

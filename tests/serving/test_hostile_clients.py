@@ -365,7 +365,7 @@ AMBIGUOUS = {
     "a chunk without an end": HEAD + CHUNKED + b"\r\n" + CHUNKS.replace(b"}\r\n", b"}XX"),
     "line feeds around a chunk": HEAD + CHUNKED + b"\r\n" + CHUNKS.replace(b"\r\n", b"\n"),
     "a line feed in an extension": HEAD + CHUNKED + b"\r\n" + CHUNKS.replace(b"\r\n", b";a\nb\r\n", 1),
-    "a length behind the chunks": HEAD + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"Content-Length: 0\r\n\r\n",
+    "a length after the chunks": HEAD + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"Content-Length: 0\r\n\r\n",
     "no host": HEAD.replace(b"Host: x\r\n", b"") + LENGTH + b"\r\n" + BODY,
     "two hosts": HEAD + b"Host: y\r\n" + LENGTH + b"\r\n" + BODY,
     "a zero in a path": b"GET /v1/mo\0dels HTTP/1.1\r\nHost: x\r\n\r\n",

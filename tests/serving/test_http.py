@@ -64,7 +64,7 @@ async def exchange(port: int, parts: list[bytes], pause: float) -> tuple[bytes, 
         ([REQUEST, b"", b"", b"", b"GET / HT"], 1),
         ([REQUEST[:10], REQUEST[10:]], 1),
     ],
-    ids=["silence", "a byte at a time", "empty lines behind an answer", "a second head", "a slow answer"],
+    ids=["silence", "a byte at a time", "empty lines after an answer", "a second head", "a slow answer"],
 )
 def test_a_head_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch, parts: list[bytes], answers: int) -> None:
     monkeypatch.setattr(http, "HEAD_SECONDS", SECONDS)

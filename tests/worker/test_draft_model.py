@@ -115,7 +115,7 @@ def test_forks_and_aborts(checkpoint: Path) -> None:
     while engine.has_unfinished_requests():
         engine.step()
     (drafts,) = (feature for feature in engine.executor.runner.features if isinstance(feature, Drafts))
-    assert drafts.model._held.keys() <= {4}, "the others have ended"
+    assert drafts.model._cached.keys() <= {4}, "the others have ended"
 
 
 POLICIES = {

@@ -137,7 +137,7 @@ class Recorder:
         for text in texts:
             if text.draft:
                 token_ids, slot = [*text.token_ids, *text.new], self._slots[id(text.token_ids)]
-                first = self.model._held[text.seq_id].state.dropped
+                first = self.model._cached[text.seq_id].state.dropped
                 hidden = [self._rows[slot, position] for position in range(first, len(token_ids) - 1)]
                 self.found.append((token_ids, torch.stack(hidden), first, text.draft))
 

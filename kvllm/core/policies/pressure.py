@@ -19,7 +19,7 @@ class Pressure(EventOptions, frozen=True, tag="pressure"):
 
 
 class PressurePolicy(EventPolicy[Pressure]):
-    """Compress windows only while blocks are short, and only as many as it takes (our own).
+    """Compress windows only while blocks are short, and only as many as are needed (our own).
 
     Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
     steps. Sequences go first whose released blocks serve longest for the query tokens that are recomputed; one that

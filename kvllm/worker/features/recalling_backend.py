@@ -21,7 +21,7 @@ from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pa
 class CompressedSequence:
     """Where the KV pairs of a compressed sequence are.
 
-    positions: int32 `[layers, kv_heads, n]`, of its first n residents. Behind them there are no gaps.
+    positions: int32 `[layers, kv_heads, n]`, of its first n residents. No gaps follow them.
     movable: bool `[n]`, those in compressed windows, which may change places.
     held: those that it has dropped.
     is_ordered: whether the positions ascend.

@@ -12,7 +12,7 @@ from tests.deterministic.scenario import TEXT_ROUTES, Arrival
 from tests.helpers.tokenizers import byte_level
 
 
-class Judge:
+class AnswerCheck:
     """Of one request, if it was computed with an adapter. failures: what is other than alone.
 
     prompt: of the model. cut: whether a completion may have ended early, for another reason than abortion.
