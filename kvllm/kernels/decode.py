@@ -18,7 +18,6 @@ from kvllm.kernels.tiles import (
     decode_rows,
     empty_softmax,
     evicted_range,
-    kv_offsets,
     kv_pairs_per_tile,
     load_vectors,
     merge,
@@ -224,21 +223,20 @@ def _attend_segments(
         if SCORED:
             observed_begin = tl.load(scored_from + sequence)
         oldest = _oldest(length, SHAPE)
-        maximum, total, weighted = empty_softmax(ROWS, SHAPE)
+        pairs = (keys, values, table, head, evicted_begin, num_evicted)
+        softmax = empty_softmax(ROWS, SHAPE)
         begin = segment * size
         for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + size, length), TILE):
             kv_index = start + tl.arange(0, TILE)
             exists = kv_index < length
             if SHAPE.window:
                 exists = exists & (kv_index >= oldest)
-            offsets = kv_offsets(keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE)
-            scores, maximum, total, weighted = attend_tile(
-                query, keys, values, offsets, exists, exists[None, :], scale, maximum, total, weighted, SHAPE
-            )
+            scores, softmax = attend_tile(query, pairs, kv_index, exists, exists[None, :], scale, softmax, SHAPE)
             if OBSERVED:
                 observed = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
                 wanted = exists & (kv_index >= observed_begin)
                 tl.store(observed_scores + observed, scores, mask=has_head[:, None] & wanted[None, :])
+        maximum, total, weighted = softmax
         partial = first_row * num_segments + segment
         tl.store(partial_maximum + partial, maximum, mask=has_head)
         tl.store(partial_total + partial, total, mask=has_head)

@@ -25,7 +25,7 @@ def _unit_keys(
 ):
     """Keys of length 1, float32 `[keys, CHANNELS]`; those that do not exist are 0."""
     exists = key < num_keys
-    offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, SHAPE)
+    offsets, _ = kv_offsets((keys, keys, table, head, num_keys, 0), key, exists, SHAPE)
     vectors = load_channels(keys, offsets, exists, DTYPE, SHAPE.head_dim, 0, CHANNELS).to(tl.float32)
     if SHAPE.head_dim != CHANNELS:  # where codes of 4 bits are read, channels after the last are not 0
         vectors = tl.where((tl.arange(0, CHANNELS) < SHAPE.head_dim)[None, :], vectors, 0.0)

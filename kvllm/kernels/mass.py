@@ -78,7 +78,7 @@ def _add_of_chunks(
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
-        offsets, _ = kv_offsets(keys, keys, table, kv_index, exists, head, length, 0, SHAPE)
+        offsets, _ = kv_offsets((keys, keys, table, head, length, 0), kv_index, exists, SHAPE)
         tile_keys = load_vectors(keys, offsets, exists, queries.dtype.element_ty, SHAPE)
         added = tl.zeros([ROWS, TILE], tl.float32)
         for begin_row in range(0, (end_token - first_token) * SHAPE.group, ROWS):

@@ -15,7 +15,6 @@ from kvllm.kernels.tiles import (
     attend_tile,
     empty_softmax,
     evicted_range,
-    kv_offsets,
     load_vectors,
     merge,
     scaled,
@@ -25,35 +24,19 @@ from kvllm.kernels.tiles import (
 
 @triton.jit
 def _attend_kv_pairs(
-    query,
-    keys,
-    values,
-    table,
-    begin,
-    end,
-    length,
-    head,
-    evicted_begin,
-    num_evicted,
-    scale,
-    SHAPE: constexpr_shape,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    query, pairs, begin, end, length, scale, SHAPE: constexpr_shape, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
     """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`, and of
     these, with a window, the last ones."""
-    maximum, total, weighted = empty_softmax(ROWS, SHAPE)
+    softmax = empty_softmax(ROWS, SHAPE)
     for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= begin) & (kv_index < end) if SHAPE.window else kv_index < end
-        offsets = kv_offsets(keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE)
         visible = kv_index[None, :] < length[:, None]
         if SHAPE.window:
             visible = visible & (kv_index[None, :] >= length[:, None] - SHAPE.window)
-        _, maximum, total, weighted = attend_tile(
-            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, SHAPE
-        )
-    return maximum, total, weighted
+        _, softmax = attend_tile(query, pairs, kv_index, exists, visible, scale, softmax, SHAPE)
+    return softmax
 
 
 @triton.jit(
@@ -112,46 +95,19 @@ def _attend_chunks(
     oldest = tl.maximum(0, tl.min(length, 0) - SHAPE.window) if SHAPE.window else 0
 
     table = tables + tl.cast(sequence, tl.int64) * table_stride
+    pairs = (keys, values, table, head, evicted_begin, num_evicted)
     if SEGMENTED:
         maximum, total, weighted = empty_softmax(ROWS, SHAPE)
         for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
+            begin, stop = tl.maximum(segment, oldest), tl.minimum(segment + SEGMENT, end)
             later_maximum, later_total, later_weighted = _attend_kv_pairs(
-                query,
-                keys,
-                values,
-                table,
-                tl.maximum(segment, oldest),
-                tl.minimum(segment + SEGMENT, end),
-                length,
-                head,
-                evicted_begin,
-                num_evicted,
-                scale,
-                SHAPE,
-                ROWS,
-                TILE,
+                query, pairs, begin, stop, length, scale, SHAPE, ROWS, TILE
             )
             maximum, total, shrink, later_shrink = merge(maximum, total, later_maximum, later_total)
             weighted, later = scaled(weighted, shrink, SHAPE), scaled(later_weighted, later_shrink, SHAPE)
             weighted = (weighted[0] + later[0], weighted[1] + later[1])
     else:
-        maximum, total, weighted = attend_16_bits(
-            query,
-            keys,
-            values,
-            table,
-            oldest,
-            end,
-            length,
-            head,
-            evicted_begin,
-            num_evicted,
-            scale,
-            SHAPE,
-            ROWS,
-            TILE,
-            BOXES,
-        )
+        maximum, total, weighted = attend_16_bits(query, pairs, oldest, end, length, scale, SHAPE, ROWS, TILE, BOXES)
     if SINKS:
         maximum, total, shrink = add_sinks(maximum, total, sinks, query_head, exists)
         weighted = scaled(weighted, shrink, SHAPE)

@@ -160,21 +160,14 @@ def _load_tile(
 @triton.jit
 def _attend_range(
     query,
-    keys,
-    values,
-    table,
+    pairs,
     begin,
     end,
     oldest,
     newest,
     length,
-    head,
-    evicted_begin,
-    num_evicted,
     scale,
-    maximum,
-    total,
-    weighted,
+    softmax,
     SHAPE: constexpr_shape,
     TILE: tl.constexpr,
     BOXES: tl.constexpr,
@@ -184,6 +177,8 @@ def _attend_range(
 
     A query that attends a whole tile gets the same bits whether it is MASKED or not.
     """
+    keys, values, table, head, _, _ = pairs
+    maximum, total, weighted = softmax
     for start in range(begin, end, TILE):
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= oldest) & (kv_index < newest) if MASKED else tl.full([TILE], True, tl.int1)
@@ -192,9 +187,7 @@ def _attend_range(
             key_offsets = (block * SHAPE.kv_heads + head) * SHAPE.block_size + start % SHAPE.block_size
             value_offsets = key_offsets
         else:
-            key_offsets, value_offsets = kv_offsets(
-                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, SHAPE
-            )
+            key_offsets, value_offsets = kv_offsets(pairs, kv_index, exists, SHAPE)
         tile_keys = _load_tile(keys, key_offsets, exists, query[0].dtype, SHAPE, BOXES, SHAPE.shared and MASKED)
         scores = products(query, tile_keys, SHAPE)
         if SHAPE.soft_cap != 0:
@@ -223,15 +216,10 @@ def _attend_range(
 @triton.jit
 def attend_16_bits(
     query,
-    keys,
-    values,
-    table,
+    pairs,
     oldest,
     newest,
     length,
-    head,
-    evicted_begin,
-    num_evicted,
     scale,
     SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
@@ -240,7 +228,7 @@ def attend_16_bits(
 ):
     """Softmax of a tile of queries over KV pairs `oldest .. newest - 1`; a query attends those below its `length`, and
     of these, with a window, the last ones. With BOXES, keys and values are descriptors of `[slots, head_dim]`."""
-    maximum, total, weighted = empty_softmax(ROWS, SHAPE)
+    softmax = empty_softmax(ROWS, SHAPE)
     # Tiles from `inner_begin` to `inner_end` are attended whole by every query.
     inner_begin = tl.cdiv(tl.maximum(newest - SHAPE.window, 0), TILE) * TILE if SHAPE.window else 0
     inner_end = tl.maximum(inner_begin, tl.min(length, 0) // TILE * TILE)
@@ -250,26 +238,7 @@ def attend_16_bits(
             begin, end = oldest // TILE * TILE, tl.minimum(inner_begin, newest)
         elif part == 1:
             begin, end = inner_begin, inner_end
-        maximum, total, weighted = _attend_range(
-            query,
-            keys,
-            values,
-            table,
-            begin,
-            end,
-            oldest,
-            newest,
-            length,
-            head,
-            evicted_begin,
-            num_evicted,
-            scale,
-            maximum,
-            total,
-            weighted,
-            SHAPE,
-            TILE,
-            BOXES,
-            part != 1,
+        softmax = _attend_range(
+            query, pairs, begin, end, oldest, newest, length, scale, softmax, SHAPE, TILE, BOXES, part != 1
         )
-    return maximum, total, weighted
+    return softmax

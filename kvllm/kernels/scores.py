@@ -43,7 +43,7 @@ def _load_keys(keys, tables, sequence, head, key, num_keys, window, dtype: tl.co
         offsets = (elements, elements)
     else:
         table = tables + sequence * window
-        offsets, _ = kv_offsets(keys, keys, table, key, exists, head, num_keys, 0, SHAPE)
+        offsets, _ = kv_offsets((keys, keys, table, head, num_keys, 0), key, exists, SHAPE)
     return load_vectors(keys, offsets, exists, dtype, SHAPE)
 
 

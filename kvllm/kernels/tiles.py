@@ -71,22 +71,14 @@ def evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constex
 
 
 @triton.jit
-def kv_offsets(
-    keys,
-    values,
-    table,
-    kv_index,
-    exists,
-    head,
-    evicted_begin,
-    num_evicted,
-    SHAPE: constexpr_shape,
-):
+def kv_offsets(pairs, kv_index, exists, SHAPE: constexpr_shape):
     """Where a head's keys are in a layer, and where its values, each as `load_vectors` takes it; `kv_index` counts KV
     pairs without evicted ones.
 
-    In elements; in a quantized cache, those of codes, and of words.
+    pairs: the keys and the values of a layer, the blocks of a sequence, a head, and the first index that was evicted
+    from it and how many were. In elements; in a quantized cache, those of codes, and of words.
     """
+    keys, values, table, head, evicted_begin, num_evicted = pairs
     cache_index = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
     blocks = tl.load(table + cache_index // SHAPE.block_size, mask=exists, other=0).to(tl.int64)
     slots = cache_index % SHAPE.block_size
@@ -181,7 +173,7 @@ def scaled(weighted, factor, SHAPE: constexpr_shape):
 
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, SHAPE: constexpr_shape):
-    """The maximum, the total and the weighted sum, in both parts, over no KV pair."""
+    """The maximum and the total, float32 `[ROWS]`, and the weighted sum, in both parts, over no KV pair."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.full([ROWS, SHAPE.channels], 0.0, tl.float32)
@@ -198,27 +190,16 @@ def bounded(scores, SHAPE: constexpr_shape):
 
 
 @triton.jit
-def attend_tile(
-    queries,
-    keys,
-    values,
-    offsets,
-    exists,
-    visible,
-    scale,
-    maximum,
-    total,
-    weighted,
-    SHAPE: constexpr_shape,
-):
+def attend_tile(queries, pairs, kv_index, exists, visible, scale, softmax, SHAPE: constexpr_shape):
     """Add one tile of KV pairs to the softmax of `queries`, in both parts.
 
-    offsets: as `kv_offsets` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
-    query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
-    `[rows]`) and of weighted values (in both parts).
+    pairs, kv_index: as `kv_offsets` takes them. exists: bool `[pairs]`, what may be read. visible: bool
+    `[rows, pairs]`, what a query attends. softmax: as `empty_softmax` gives it. Returns the scores, float32
+    `[rows, pairs]`, and the new softmax.
     """
-    key_offsets, value_offsets = offsets
-    tile_keys = load_vectors(keys, key_offsets, exists, queries[0].dtype, SHAPE)
+    maximum, total, weighted = softmax
+    key_offsets, value_offsets = kv_offsets(pairs, kv_index, exists, SHAPE)
+    tile_keys = load_vectors(pairs[0], key_offsets, exists, queries[0].dtype, SHAPE)
     scores = bounded(products(queries, tile_keys, SHAPE) * scale, SHAPE)
     scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -227,9 +208,9 @@ def attend_tile(
     weights = tl.exp2(scores - shift[:, None])
     tile_values = tile_keys
     if not SHAPE.shared:
-        tile_values = load_vectors(values, value_offsets, exists, queries[0].dtype, SHAPE)
+        tile_values = load_vectors(pairs[1], value_offsets, exists, queries[0].dtype, SHAPE)
     weighted = add_weighted(weighted, shrink, weights, tile_values, SHAPE)
-    return scores, new_maximum, total * shrink + tl.sum(weights, 1), weighted
+    return scores, (new_maximum, total * shrink + tl.sum(weights, 1), weighted)
 
 
 @triton.jit
