@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.layer_inputs import LayerInputs
-from kvllm.kernels.layer_shape import constexpr_shape
+from kvllm.kernels.layer_shape import SEGMENT, constexpr_shape, segments
 from kvllm.kernels.observed_scores import KeptScores
 from kvllm.kernels.tiles import (
-    SEGMENT,
     add_sinks,
     attend_tile,
     decode_rows,
@@ -29,19 +28,10 @@ from kvllm.kernels.tiles import (
 # Programs that are launched for a batch: many times what any device runs at once, so that it stays evenly busy to the
 # end. Each has as many of all sequences' segments as any other, or one less.
 _PROGRAMS = 4096
-# Segments of a sequence at most: those of longer ones are larger. It bounds the memory of partials.
-_MAX_SEGMENTS = 64
 # Segments whose partials are read at a time, and query heads and channels of a program that does.
 _MERGED = 4
 _MERGED_ROWS = 16
 _MERGED_CHANNELS = 256
-
-
-def segments(group: int) -> dict[str, int]:
-    """KV pairs of a segment, and the most segments of a sequence, for `group` query heads of a KV head: fewer and
-    larger ones where heads are many, or partials would take more than the KV pairs."""
-    factor = max(1, triton.next_power_of_2(group) // 32)
-    return {"SEGMENT": SEGMENT * factor, "MAX_SEGMENTS": max(1, _MAX_SEGMENTS // factor)}
 
 
 @dataclass(frozen=True)
@@ -70,9 +60,8 @@ class Partials:
     ) -> Partials:
         """For a batch, with room for `max_kv_pairs` of a sequence; the first two as in AttentionBatch. group: query
         heads of a KV head."""
-        num_sequences, sizes = len(query_start_loc) - 1, segments(group)
-        max_segments = min(sizes["MAX_SEGMENTS"], triton.cdiv(max_kv_pairs, sizes["SEGMENT"]))
-        size = (num_sequences, num_heads, max_segments)
+        num_sequences, (segment, most) = len(query_start_loc) - 1, segments(group)
+        size = (num_sequences, num_heads, min(most, triton.cdiv(max_kv_pairs, segment)))
         weighted, maximum, total = (
             torch.empty(shape, dtype=torch.float32, device=query_start_loc.device)
             for shape in ((*size, head_dim), size, size)
@@ -85,7 +74,8 @@ class Partials:
             query_start_loc,
             last_kv_index,
             num_sequences,
-            **sizes,
+            segment,
+            most,
             TILE=256,
             num_warps=4,
         )
@@ -193,8 +183,6 @@ def _attend_segments(
     SHAPE: constexpr_shape,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr,
     OBSERVED: tl.constexpr,
     SCORED: tl.constexpr,
 ):
@@ -214,7 +202,7 @@ def _attend_segments(
         length, evicted_begin, num_evicted = _decode_length(
             last_kv_index, token, packed_len, head_lengths, sequence, head, SHAPE
         )
-        size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
+        size = _segment_size(length + num_evicted, SHAPE.segment, SHAPE.max_segments)
         query_offsets = token.to(tl.int64) * query_stride + query_head * SHAPE.head_dim
         query = load_vectors(queries, (query_offsets, query_offsets), has_head, queries.dtype.element_ty, SHAPE)
         table = tables + tl.cast(sequence, tl.int64) * table_stride
@@ -259,8 +247,6 @@ def _merge_segments(
     SHAPE: constexpr_shape,
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr,
     OBSERVED: tl.constexpr,
     SINKS: tl.constexpr,
     MERGED: tl.constexpr,
@@ -272,7 +258,7 @@ def _merge_segments(
     if tl.load(query_start_loc + sequence + 1) - token != 1:
         return
     length, _, num_evicted = _decode_length(last_kv_index, token, packed_len, head_lengths, sequence, head, SHAPE)
-    size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
+    size = _segment_size(length + num_evicted, SHAPE.segment, SHAPE.max_segments)
 
     member = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -327,7 +313,7 @@ def paged_decode(
     num_sequences, num_segments = inputs.query_start_loc.shape[0] - 1, partials.total.shape[2]
     wanted = observed or kept
     scores = wanted.scores if wanted else partials.total
-    options = {**segments(group), "num_warps": warps(queries.dtype, rows, head_dim)}
+    num_warps = warps(queries.dtype, rows, head_dim)
     programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, shape.kv_heads * parts))
     _attend_segments[(programs * parts, shape.kv_heads)](
         queries,
@@ -356,7 +342,7 @@ def paged_decode(
         OBSERVED=scores is not partials.total,
         SCORED=kept is not None,
         num_stages=stages(queries.dtype, head_dim, shared=inputs.shared, quantized=quantized),
-        **options,
+        num_warps=num_warps,
     )
     _merge_segments[(num_sequences, shape.kv_heads * merged_parts, triton.cdiv(head_dim, merged_channels))](
         output,
@@ -375,5 +361,5 @@ def paged_decode(
         OBSERVED=observed is not None,
         SINKS=sinks is not None,
         MERGED=_MERGED,
-        **options,
+        num_warps=num_warps,
     )

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.decode import Observed, segments
+from kvllm.kernels.decode import Observed
 from kvllm.kernels.layer_inputs import LayerInputs
 from kvllm.kernels.layer_shape import constexpr_shape
 from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
@@ -63,7 +63,6 @@ def _attend_chunks(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
     SEGMENTED: tl.constexpr,
     BOXES: tl.constexpr,
     OBSERVED: tl.constexpr,
@@ -98,8 +97,8 @@ def _attend_chunks(
     pairs = (keys, values, table, head, evicted_begin, num_evicted)
     if SEGMENTED:
         maximum, total, weighted = empty_softmax(ROWS, SHAPE)
-        for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
-            begin, stop = tl.maximum(segment, oldest), tl.minimum(segment + SEGMENT, end)
+        for segment in range(oldest // SHAPE.segment * SHAPE.segment, end, SHAPE.segment):
+            begin, stop = tl.maximum(segment, oldest), tl.minimum(segment + SHAPE.segment, end)
             later_maximum, later_total, later_weighted = _attend_kv_pairs(
                 query, pairs, begin, stop, length, scale, SHAPE, ROWS, TILE
             )
@@ -146,7 +145,6 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
         ROWS=tiles.rows,
         HEADS=tiles.heads,
         TILE=tiles.kv_pairs,
-        SEGMENT=segments(shape.group)["SEGMENT"],
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         BOXES=tiles.boxes,
         OBSERVED=observed is not None,

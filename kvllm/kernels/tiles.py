@@ -23,7 +23,6 @@ from kvllm.kernels.capability import fits_wide_tiles, multiplies_from_memory
 from kvllm.kernels.codes import code_offsets, load_codes
 from kvllm.kernels.layer_shape import WIDEST, constexpr_shape
 
-SEGMENT = 256
 LOG2_E = 1.4426950408889634
 
 

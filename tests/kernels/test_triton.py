@@ -124,19 +124,19 @@ def programs_share_segments() -> None:
 @check
 def long_sequences_have_larger_segments() -> None:
     """Whole and with holes; the segments of a decode are counted, those of chunks are not."""
-    from kvllm.kernels import decode
+    from kvllm.kernels import decode, layer_shape
 
     case = attention_cases.make_case([[1600], [3], list(range(5, 9)), [1023], [1024]], head_dim=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_MAX_SEGMENTS", 2)
+        patch.setattr(layer_shape, "_MAX_SEGMENTS", 2)
         assert_matches_dense(case)
         assert_matches_dense(attention_cases.make_ragged_case(head_dim=16))
         partials = decode.Partials.of(case.batch.query_start_loc, case.batch.last_kv_index, 4, 2048, 16, 2)
     assert partials.first_segments.tolist() == [0, 2, 3, 3, 5, 7]
     assert partials.sequences[:7].tolist() == [0, 0, 1, 3, 3, 4, 4]
     assert partials.total.shape == (5, 4, 2)
-    assert decode.segments(20) == {"SEGMENT": 256, "MAX_SEGMENTS": 64}
-    assert decode.segments(128) == {"SEGMENT": 1024, "MAX_SEGMENTS": 16}
+    assert layer_shape.segments(20) == (256, 64)
+    assert layer_shape.segments(128) == (1024, 16)
 
 
 @check
