@@ -1,6 +1,6 @@
 // A message of the conversation, or two answers side by side.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { changes, isRunning } from "./answers";
 import { percent, seconds, shortName } from "./format";
 import { MemoryStrip, measured, taken } from "./memory";
@@ -41,7 +41,7 @@ function Question({ message }: { message: Message }) {
 
 function Editor({ message, onEnd }: { message: Message; onEnd: () => void }) {
   const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => { field.current!.focus(); field.current!.setSelectionRange(message.content.length, message.content.length); }, []);
+  useLayoutEffect(() => { field.current!.focus(); field.current!.setSelectionRange(message.content.length, message.content.length); }, []);
   const save = () => {
     const text = field.current!.value.trim();
     onEnd();

@@ -162,7 +162,8 @@ KEEP_BODIES = """() => {
 
 def shows_questions(page: Page, *texts: str) -> None:
     """Wait until the messages of the user are these: the page draws with the next frame."""
-    wait_until(lambda: page.locator(".question .plain").all_inner_texts() == list(texts), f"the questions {texts}", 20)
+    shown = "[...document.querySelectorAll('.question .plain')].map(question => question.innerText)"
+    wait_for(page, f"JSON.stringify({shown}) === {json.dumps(json.dumps(texts, separators=(',', ':')))}")
 
 
 # The chat
