@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -47,7 +48,7 @@ class LayerInputs:
     def base_2_scale(self) -> float:
         return self.scale * LOG2_E
 
-    @property
+    @cached_property
     def shape(self) -> LayerShape:
         num_heads, head_dim = self.queries.shape[1:]
         _, kv_heads, block_size, _ = self.keys.shape
@@ -56,7 +57,7 @@ class LayerInputs:
             num_heads // kv_heads,
             block_size,
             head_dim,
-            self.shared,
+            shared=self.shared,
             ragged=self.packed_len is not None,
             window=self.window or 0,
             soft_cap=(self.soft_cap or 0.0) * LOG2_E,
