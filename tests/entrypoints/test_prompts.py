@@ -213,7 +213,7 @@ def test_a_single_bad_conversation_raises(llm: LLM, messages: Any, message: str)
 def test_an_interrupt_while_prompts_are_added_leaves_nothing(llm: LLM, where: str) -> None:
     engine = llm.llm_engine
     expected = llm.generate(LISTS, PARAMS, use_tqdm=False)
-    add, added = engine.add_request, list[RequestOutput]()
+    add, step, added = engine.add_request, engine.step, list[RequestOutput]()
 
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -228,8 +228,13 @@ def test_an_interrupt_while_prompts_are_added_leaves_nothing(llm: LLM, where: st
             interrupt()
         return added[-1]
 
+    def slow_step() -> list[RequestOutput]:
+        time.sleep(0.02)  # no request has all of its tokens before the main thread has seen the interrupt
+        return step()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "add_request", interrupted_add)
+        patch.setattr(engine, "step", slow_step)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(LISTS, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
     outputs = llm.generate(LISTS, PARAMS, use_tqdm=False)
