@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -107,17 +108,32 @@ def render_chat(
     conversation = mark_messages(tokenizer, template_messages(messages, content_format(template)), template)
     foreign = {name: options[name] for name in ("tools", "documents") if options.get(name)}
     options = {**options, **text_marker(tokenizer, template).mark(foreign)}
+    functions = [call["function"] for message in conversation for call in message.get("tool_calls", ())]
+    text = _render_calls(tokenizer, conversation, functions, options)
+    if "tool_calls" in template and any(function["name"] not in text for function in functions):
+        raise RequestError(
+            "the chat template leaves out a tool call, as the first one of DeepSeek-R1 does: use a newer template of "
+            "this model (--chat-template)"
+        )
+    return text
+
+
+def _render_calls(
+    tokenizer: Tokenizer, conversation: list[dict[str, Any]], functions: list[dict[str, Any]], options: dict[str, Any]
+) -> str:
+    """The text of a conversation. Where a template fails at the arguments of calls, it is given others: objects alone,
+    for one that goes through their names, which what a model wrote may not have; and text, which DeepSeek's join."""
     try:
         return tokenizer.apply_chat_template(conversation, **options)
     except RequestError:
-        # A template that goes through the arguments of a call fails at what a model wrote that has none.
-        functions = [call["function"] for message in conversation for call in message.get("tool_calls", ())]
-        odd = [function for function in functions if not isinstance(function["arguments"], dict)]
-        if not odd:
-            raise
-        for function in odd:
-            function["arguments"] = {}
-        return tokenizer.apply_chat_template(conversation, **options)
+        objects = [each["arguments"] if isinstance(each["arguments"], dict) else {} for each in functions]
+        texts = [json.dumps(each, ensure_ascii=False) for each in objects]
+        for forms in (objects, texts) if functions else ():
+            for function, arguments in zip(functions, forms, strict=True):
+                function["arguments"] = arguments
+            with suppress(RequestError):
+                return tokenizer.apply_chat_template(conversation, **options)
+        raise
 
 
 def template_messages(messages: Any, form: ContentFormat) -> list[dict[str, Any]]:

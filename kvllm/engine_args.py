@@ -29,7 +29,7 @@ from kvllm.config import (
 )
 from kvllm.errors import ConfigError
 from kvllm.files.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
-from kvllm.files.hub import Snapshot, hub_id, open_snapshot
+from kvllm.files.hub import Snapshot, fetch_tokenizer, hub_id, open_snapshot
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import resolve
@@ -314,7 +314,7 @@ class EngineArgs:
         if self.tokenizer is None:
             return self.path
         asked = hub_id(self.tokenizer)
-        return Path(self.tokenizer) if asked is None else open_snapshot(asked, None, self._memory).path
+        return Path(self.tokenizer) if asked is None else fetch_tokenizer(asked, self._memory)
 
     @cached_property
     def tokenizer_files(self) -> Checkpoint:

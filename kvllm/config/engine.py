@@ -20,6 +20,8 @@ is room, or not at all."""
 MOST_RESIDUAL_TOKENS = 512
 MOST_SELF_DRAFTS = 16
 """Sequences for which a model drafts at once, if it does that for itself."""
+MEASURED_DRAFT = 3
+"""Tokens of the longest draft that is timed when an engine starts."""
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -170,7 +172,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         if self.speculation is None or self.speculation.method != "self":
             return 0
         parts = sum(len(group.parts) for group in self.kv_groups)
-        tokens = self.block_size - 1 + self.speculation.num_speculative_tokens
+        tokens = self.block_size - 1 + max(self.speculation.num_speculative_tokens, MEASURED_DRAFT)
         return self.num_self_drafts * parts * -(-tokens // self.block_size)
 
     def _check_recall(self, compression: CompressionConfig) -> None:

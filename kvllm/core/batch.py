@@ -172,10 +172,12 @@ class Batch:
         step.has_preempted = True
         self.stats.preemptions += 1
         starts, changed = step.withdraw(seq)
+        # Alone it would come back with as many blocks, and find no room again: computed again, all is compressed.
+        is_alone = self.running == [seq] and not self.loading
         self.running.remove(seq)
         if not starts:
             self._dropped_seq_ids.append(seq.seq_id)
-        suspends = self.offloading is not None and not changed and self.offloading.suspend(seq)
+        suspends = self.offloading is not None and not (changed or is_alone) and self.offloading.suspend(seq)
         self.blocks.release(seq)
         if not suspends:
             self.stats.tokens_recomputed += seq.logical_length

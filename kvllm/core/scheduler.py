@@ -339,16 +339,20 @@ class Scheduler:
         return [(executed[each.seq_id], each) for each in result.prompts if each.seq_id in executed]
 
     def _record_missing_masses(self, masses: list[MissingMass]) -> None:
-        running = {seq.seq_id: seq for seq in self.running}
+        executed = self._executed()
         for mass in masses:
-            if mass.seq_id in running:
-                running[mass.seq_id].metrics.note_missing_mass(mass.bound)
+            if seq := executed.get(mass.seq_id):
+                seq.metrics.note_missing_mass(mass.bound)
 
     def _record_kept_pairs(self, found: list[KeptPairs]) -> None:
-        running = {seq.seq_id: seq for seq in self.running if seq.index == 0}
+        executed = self._executed()
         for each in found:
-            if seq := running.get(each.seq_id):
+            if (seq := executed.get(each.seq_id)) and seq.index == 0:
                 seq.metrics.kept_pairs = [*seq.metrics.kept_pairs, each]
+
+    def _executed(self) -> dict[int, Sequence]:
+        """The sequences of the plan that was launched last, with those that have ended since."""
+        return {seq.seq_id: seq for seq in (*self.running, *self._sampling, *self._verified, *self._prefilled)}
 
     def last_plans(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""

@@ -15,13 +15,13 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
-from kvllm.async_llm import AsyncLLM
 from kvllm.entrypoints import serve as command
 from kvllm.entrypoints.parser import Parser
 from kvllm.errors import ConfigError
 from kvllm.serving.adapters import open_modules
 from kvllm.serving.app import make_app
-from kvllm.serving.state import ServerState
+from kvllm.serving.parser_choice import with_parsers
+from kvllm.serving.state import ServerState, start_engine
 
 MAX_ONGOING_REQUESTS = 1024
 """Requests that Ray Serve gives to a replica at once. The engine batches and queues them itself."""
@@ -45,18 +45,19 @@ class KvLLM:
         command.add_arguments(parser)
         engine_args, options = command.read_options(parser.parse_args(flags))
         adapters = open_modules(engine_args, options.lora_modules, options.served_model_names)
-        self._state = ServerState(engine_args, options, AsyncLLM.from_engine_args(engine_args), adapters)
+        options = with_parsers(options, engine_args)
+        self._state = ServerState(engine_args, options, start_engine(engine_args), adapters)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_app(self._state)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine has died: Ray Serve starts another replica then."""
-        await self._state.llm.check_health()
+        """Raises ApiError if the engine has died: Ray Serve starts another replica then."""
+        self._state.check_ready()
 
     def __del__(self) -> None:
         if state := getattr(self, "_state", None):
-            state.llm.shutdown()
+            state.engine.shutdown()
 
 
 def build_app(arguments: dict[str, str]) -> Application:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvllm.errors import CheckpointError
 from kvllm.files.hub_errors import explained, is_temporary, not_cached
 from kvllm.files.hub_files import (
+    TOKENIZER_FILES,
     Quantization,
     choose,
     description,
@@ -160,6 +161,19 @@ def open_snapshot(asked: HubId, revision: str | None, memory: Callable[[], int])
         )
     snapshot.fetch(description(sizes))
     return snapshot
+
+
+def fetch_tokenizer(asked: HubId, memory: Callable[[], int]) -> Path:
+    """What has the tokenizer of a repository, which may have no weights: a directory, or a GGUF file, downloaded where
+    it is not here. `memory` as in `open_snapshot`. Raises CheckpointError."""
+    repo, tag = asked
+    snapshot = _listed(repo, None)
+    if tag is None and not TOKENIZER_FILES.isdisjoint(snapshot.files):
+        snapshot.fetch(description(snapshot.files))
+        return snapshot.folder
+    snapshot = open_snapshot(asked, None, memory)
+    snapshot.fetch_weights()
+    return snapshot.path
 
 
 def fetch_files(asked: HubId, names: Collection[str]) -> Path:

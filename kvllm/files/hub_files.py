@@ -37,10 +37,14 @@ DESCRIPTION = (
     "kv_*.safetensors",
 )
 """All that is read of a checkpoint but its weights."""
+TOKENIZER_FILES = frozenset(("tokenizer.json", "tokenizer.model", "vocab.json"))
+"""Of which a checkpoint with a tokenizer has one."""
 GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP\d|NVFP\d|BF16|FP?16|FP?32)\w*)$", re.IGNORECASE)
-NO_MODELS = ("mmproj", "imatrix")
-"""How the names of GGUF files begin that are no language models."""
+NO_MODEL = re.compile(r"mmproj.*|imatrix.*|.*[-._]imatrix")
+"""Names of GGUF files that are no language models."""
+NOT_READ = re.compile(r"(?:UD-)?(?:IQ[1-3]|TQ|NVFP)\w*", re.IGNORECASE)
+"""Tags of models with types that kvllm does not read."""
 MEMORY_SHARE = 0.75
 """Of the machine's memory, for weights; the rest is for the KV pool and what else runs there."""
 GIB = 1 << 30
@@ -104,7 +108,7 @@ def quantizations(sizes: Mapping[str, int]) -> list[Quantization]:
     parts: dict[str, list[str]] = {}
     for file in sorted(sizes):
         path = PurePosixPath(file)
-        if path.suffix == ".gguf" and not path.name.startswith(NO_MODELS):
+        if path.suffix == ".gguf" and not NO_MODEL.fullmatch(path.stem):
             found = GGUF_SHARD.fullmatch(path.stem)
             parts.setdefault(str(path.with_name(found[1] if found else path.stem)), []).append(file)
     return sorted((_quantization(path, files, sizes) for path, files in parts.items()), key=lambda each: each.size)
@@ -127,7 +131,8 @@ def choose(repo: str, found: Sequence[Quantization], tag: str | None, memory: in
     if tag is not None:
         return _tagged(repo, found, tag)
     room = int(memory * MEMORY_SHARE)
-    smaller = [each for each in found if "32" not in each.tag] or found
+    known = [each for each in found if not NOT_READ.fullmatch(each.tag)] or found
+    smaller = [each for each in known if "32" not in each.tag] or known
     fitting = [each for each in smaller if each.size <= room]
     if not fitting:
         least = smaller[0]

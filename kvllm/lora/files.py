@@ -16,6 +16,7 @@ from msgspec import Struct
 from kvllm.errors import CheckpointError, RequestError
 from kvllm.files.hub import HubId, fetch_files, hub_id
 from kvllm.lora.request import Adapter, LoRARequest
+from kvllm.models.multimodal import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -156,7 +157,7 @@ def read_pairs(path: Path) -> dict[str, Pair]:
     found = {}
     for module in modules:
         name, a, b = module.removeprefix(PREFIX), module + A, module + B
-        found[name] = Pair(a, b, shapes[a], shapes[b], config.scale(name))
+        found[text_name(name) or name] = Pair(a, b, shapes[a], shapes[b], config.scale(name))
     _check_ranks(path, config, found)
     return found
 

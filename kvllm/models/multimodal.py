@@ -65,7 +65,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         )
     architecture, defaults = TEXT_MODELS[kind]
     shared = {key: config[key] for key in OF_BOTH if config.get(key) is not None}
-    found = defaults | shared | {key: value for key, value in text.items() if value is not None}
+    outer = defaults | shared  # a null gives way to these; elsewhere it may say more than its absence
+    found = outer | {key: value for key, value in text.items() if value is not None or key not in outer}
     tied = [each.get("tie_word_embeddings") for each in (config, text)]
     if tied != [None, None]:
         found["tie_word_embeddings"] = True in tied
@@ -75,10 +76,11 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def text_tensors(found: Mapping[str, Value]) -> dict[str, Value]:
     """Those of the text model, by the names that they have in it."""
-    return {text: found[name] for name in found if (text := _text_name(name)) is not None}
+    return {text: found[name] for name in found if (text := text_name(name)) is not None}
 
 
-def _text_name(name: str) -> str | None:
+def text_name(name: str) -> str | None:
+    """The name in the text model of a tensor or module; None for those of images and sounds."""
     for prefix, own in PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -137,6 +137,7 @@ class _Rope(msgspec.Struct):
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     attention_factor: float | None = None
+    attn_factor: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     mscale: float | None = None
@@ -204,6 +205,8 @@ def _scaling(kind: str, rope: _Rope, max_position_embeddings: int) -> RopeScalin
         rope.beta_fast, rope.beta_slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     if kind in ("yarn", "longrope"):
         rope.original_max_position_embeddings = rope.original_max_position_embeddings or max_position_embeddings
+    if rope.attn_factor is not None and kind != "yarn":
+        raise CheckpointError(f"rope type {kind!r} has attn_factor, which kvllm knows of 'yarn' alone")
     values = {name: getattr(rope, name) for name in NEEDED[kind]}
     for name, value in values.items():
         if value is None or not _positive(value):
@@ -231,6 +234,8 @@ def _yarn_attention_factor(rope: _Rope) -> float:
     assert rope.factor is not None
     if rope.attention_factor is not None:
         return _attention_factor(rope.attention_factor)
+    if rope.attn_factor is not None:  # of what YaRN has by itself, as llama.cpp and vLLM read it
+        return _attention_factor(rope.attn_factor * yarn_strength(rope.factor, 1.0))
     if rope.mscale and rope.mscale_all_dim:
         strengths = (yarn_strength(rope.factor, scale) for scale in (rope.mscale, rope.mscale_all_dim))
         return _attention_factor(next(strengths) / next(strengths))

@@ -41,7 +41,7 @@ def check_template_kwargs(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """Renders conversations in threads of `pool`, each within TEMPLATE_SECONDS.
+    """Renders conversations in threads of `pool`, each within TEMPLATE_SECONDS of its beginning.
 
     template: instead of the checkpoint's own.
     """
@@ -70,16 +70,32 @@ class ChatTemplate:
         if self._template is not None:
             options = options | {"chat_template": self._template}
         rendering = InterruptibleCall(lambda: render_chat(tokenizer, messages, tools, options))
-        loop = asyncio.get_running_loop()
-        alarm = loop.call_later(TEMPLATE_SECONDS, rendering.interrupt)
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def render() -> str:
+            loop.call_soon_threadsafe(begun.set)
+            return rendering()
+
+        work = loop.run_in_executor(self._pool, render)
+        alarm = asyncio.ensure_future(_alarm(begun, rendering.interrupt))
         try:
-            return await loop.run_in_executor(self._pool, rendering)
+            return await work
         except RequestError as error:
             if rendering.is_interrupted:
                 raise ApiError(400, f"the chat template took longer than {TEMPLATE_SECONDS:.0f} s") from None
             raise bad_request(str(error), error.param or "messages") from None
+        except asyncio.CancelledError:  # nobody waits for it
+            rendering.interrupt()
+            raise
         finally:
             alarm.cancel()
+
+
+async def _alarm(begun: asyncio.Event, interrupt: Callable[[], None]) -> None:
+    """Interrupt what has begun when its time is over. While it waits for a thread, its time does not run."""
+    await begun.wait()
+    await asyncio.sleep(TEMPLATE_SECONDS)
+    interrupt()
 
 
 class Interrupted(BaseException):

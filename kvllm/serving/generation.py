@@ -108,12 +108,14 @@ class Generation:
         finally:
             for run in runs:
                 run.cancel()
-            await asyncio.wait(runs)
-            self._state.admission.leave(completions)
-            for index, progress in enumerate(self._progress):
-                self._leave_prefill(index)
-                if not progress.is_finished:
-                    self._state.metrics.count_abort(progress.completions)
+            try:
+                await asyncio.wait(runs)
+            finally:  # a second cancel may interrupt the wait
+                self._state.admission.leave(completions)
+                for index, progress in enumerate(self._progress):
+                    self._leave_prefill(index)
+                    if not progress.is_finished:
+                        self._state.metrics.count_abort(progress.completions)
 
     def usage(self, reasoning_tokens: int | None = None) -> Usage:
         """What has been used so far, for the client to be told. reasoning_tokens: None if nobody has looked for a

@@ -29,6 +29,11 @@ class KeptAnswer:
         self._work = asyncio.ensure_future(stream.source(self._write))
         self._work.add_done_callback(self._end)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the work has ended before its first event, as for a server without room."""
+        return self.ended is not None and not self._events
+
     def reader(self, after: int) -> EventStream:
         """The events after the first `after`, and those to come."""
 
@@ -49,7 +54,8 @@ class KeptAnswer:
 
     def cancel(self) -> None:
         """End the work; readers get what there is."""
-        self._work.cancel()
+        if not self._work.cancelling():
+            self._work.cancel()
 
     def _write(self, data: bytes) -> None:
         if not data:
@@ -79,7 +85,7 @@ class KeptAnswers:
     def start(self, tenant: str, name: str, make: Callable[[], KeptAnswer]) -> KeptAnswer:
         """Keep a new answer. Raises ApiError if its id is taken, or too many are running."""
         shelf = self._shelf(tenant)
-        if name in shelf:
+        if name in shelf and not shelf[name].is_refused:
             raise bad_request(f"there is an answer with the id {name!r} already: choose another one", HEADER)
         while len(shelf) >= MAX_ANSWERS or sum(answer.size for answer in shelf.values()) > MAX_BYTES:
             ended = [(answer.ended, other) for other, answer in shelf.items() if answer.ended is not None]

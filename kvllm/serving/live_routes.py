@@ -123,7 +123,8 @@ async def cancel_request(request: Request) -> Response:
     sequences, is_own = await _find(request)
     if sequences and not is_own:
         raise ApiError(403, "the request belongs to another key: only that one may cancel it")
-    await context_of(request).state.llm.abort(request.path_params["id"])
+    if is_own:
+        await context_of(request).state.llm.abort(request.path_params["id"])
     return Response(status_code=204)
 
 

@@ -17,7 +17,7 @@ from kvllm.serving.bodies import json_response
 from kvllm.serving.chat import ChatAnswer, prepare
 from kvllm.serving.chat_format import MessagePart
 from kvllm.serving.context import read_request
-from kvllm.serving.errors import ApiError, ContextTooLong
+from kvllm.serving.errors import ApiError, ContextTooLong, unavailable
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
 from kvllm.serving.protocol import Usage
@@ -26,7 +26,7 @@ from kvllm.serving.tool_choice import tool_choice
 from kvllm.serving.tool_parsers.json_calls import clean
 
 PATH = "/v1/messages"
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -143,6 +143,8 @@ class MessagesAnswer:
         reason = self._chat.finish_reason(completion)
         if reason is None:
             return
+        if reason == "abort":  # the API has no name for half an answer
+            raise unavailable("the answer was ended before it was complete: the server stops, or somebody cancelled it")
         sequence = completion.stop_reason if isinstance(completion.stop_reason, str) else None
         self._end = "stop_sequence" if sequence is not None else STOP_REASONS[reason], sequence
 

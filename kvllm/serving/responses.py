@@ -131,7 +131,7 @@ class ResponsesAnswer:
             return write(data) if data else None
 
         await self._chat.deliver(receive)
-        data = self._events(self._writer.finish()) if self._number else self._begin()
+        data = self._events(self._writer.finish(), self._last_status) if self._number else self._begin()
         response = self._finished()
         data += self._event(f"response.{response.status}", response=msgspec.Raw(self._keep(response)))
         await write_out(write, data)
@@ -145,22 +145,26 @@ class ResponsesAnswer:
         self._finish_reason = self._chat.finish_reason(completion) or self._finish_reason
         return self._writer.push(part, logprobs.content if logprobs else ())
 
-    def _events(self, steps: list[BlockStep]) -> bytes:
+    @property
+    def _last_status(self) -> str:
+        """Of the item that is open when the answer ends."""
+        return "incomplete" if self._finish_reason in ("length", "abort") else "completed"
+
+    def _events(self, steps: list[BlockStep], status: str = "completed") -> bytes:
+        """status: of items that these steps end."""
         data = self._begin() if steps and not self._number else b""
-        events = (self._event(name, **fields) for step in steps for name, fields in self._of_step(step))
+        events = (self._event(name, **fields) for step in steps for name, fields in self._of_step(step, status))
         return data + b"".join(events)
 
     def _finished(self) -> ResponsesResponse:
         """The response as it is at its end."""
         response = self._response
-        is_whole = self._finish_reason not in ("length", "abort")
-        response.status = "completed" if is_whole else "incomplete"
-        if not is_whole:
-            is_long = self._finish_reason == "length"
-            response.incomplete_details = {"reason": "max_output_tokens"} if is_long else None
+        response.status = self._last_status
+        if self._finish_reason == "length":
+            response.incomplete_details = {"reason": "max_output_tokens"}
         response.output = [self._item(block, "completed") for block in self._writer.blocks]
-        if response.output and not is_whole:
-            response.output[-1]["status"] = "incomplete"
+        if response.output:
+            response.output[-1]["status"] = self._last_status
         usage = self._chat.usage()
         details = usage.completion_tokens_details
         response.usage = {
@@ -189,8 +193,8 @@ class ResponsesAnswer:
         self._number += 1
         return named_event(kind, msgspec.json.encode(data))
 
-    def _of_step(self, step: BlockStep) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events of what happens to an item: their types, and their fields."""
+    def _of_step(self, step: BlockStep, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events of what happens to an item: their types, and their fields. status: of one that ends."""
         block = step.block
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
@@ -220,7 +224,7 @@ class ResponsesAnswer:
             extra = {"logprobs": block.logprobs} if block.kind == "text" else {}
             yield f"{name}.done", place | {"text": block.text} | extra
             yield "response.content_part.done", place | {"part": _part(block)}
-        item = self._item(block, "completed")
+        item = self._item(block, status)
         yield "response.output_item.done", {"output_index": block.index, "item": item}
 
     def _item_id(self, block: Block) -> str:

@@ -50,8 +50,10 @@ class SelfModel(DraftModel):
     def _cached_text(self, text: Text) -> CachedText:
         """A view of a text's KV pairs, with blocks for its draft."""
         tables, slot, length = text.state.tables, text.state.table_slot, len(text) - 1
-        # Tables have room for no more after a window, and none after the longest text.
-        text.count = min(text.count, self.config.max_num_batched_tokens, self.config.max_model_len - length)
+        # After a window, tables have room for the tokens of a step, of which new ones may have come; and none after the
+        # longest text.
+        room = self.config.max_num_batched_tokens - (len(text.new) - 1)
+        text.count = min(text.count, room, self.config.max_model_len - length)
         firsts = [self.first if part < tables.full_parts else 0 for part in range(len(tables.parts))]
         pairs = zip(tables.parts, firsts, strict=True)
         self.tables.start(slot, length, [self._view(part, slot, length, text.count, first) for part, first in pairs])

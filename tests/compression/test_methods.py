@@ -12,7 +12,7 @@ import torch
 
 from kvllm.compression import mass
 from kvllm.compression.gates import Gates
-from kvllm.compression.mass import attention_mass
+from kvllm.compression.mass import Softmax, attention_mass
 from kvllm.compression.methods import adakv, chunkkv, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS as OWN
 from kvllm.compression.statistics import QueryStatistics
@@ -180,6 +180,33 @@ def test_chunkkv_matches_the_vectors(load_vectors):
         torch.testing.assert_close(chunk_scores, batch_of_one(arrays, f"c{i}_chunk_scores"), **CLOSE)
         kept = chunkkv.best_chunks(scores, case["N"] - case["w"], case["c"])[0].tolist()
         assert kept + list(range(case["C"] - case["w"], case["C"])) == arrays[f"c{i}_kept"].tolist(), case
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if "softmax" in OWN[name].arguments])
+def test_scores_have_the_scale_of_the_layer(name):
+    """With another scale, the choice is that by queries, or their statistics, as much longer."""
+    torch.manual_seed(0)
+    scale, head_dim = 0.7, 16
+    longer = scale * head_dim**0.5
+    queries, keys = torch.randn(2, 4, 8, head_dim), torch.randn(2, 2, 80, head_dim)
+    mean, covariance = torch.randn(2, 4, head_dim), torch.randn(2, 4, head_dim, head_dim)
+    covariance = covariance @ covariance.mT / 16
+
+    def kept(length, **options):
+        offered = {"value_norms": torch.ones(2, 2, 80), "starts": [0, 0], "last_positions": [79, 79], "layer": 0}
+        offered |= {
+            "chunk_budget": 4,
+            "max_chunk": 3,
+            "num_layers": 2,
+            "capacity": 60,
+            "evicted_mask": torch.zeros(2, 2, 80, dtype=torch.bool),
+        }
+        offered["statistics"] = QueryStatistics(length * mean, torch.ones(2, 4, head_dim // 2), length**2 * covariance)
+        offered["frequencies"] = torch.linspace(1, 0.01, head_dim // 2)
+        return OWN[name](length * queries, keys, retain=30, buffer=8, **offered, **options)
+
+    found = kept(1, softmax=Softmax(scale=scale))
+    assert torch.equal(found, kept(longer)) and not torch.equal(found, kept(1))
 
 
 def test_pyramidkv_matches_the_vectors(load_vectors):

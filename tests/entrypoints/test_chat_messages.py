@@ -157,6 +157,22 @@ def test_no_arguments(nothing: Any) -> None:
     assert render(TOJSON, [message]) == "Af {}"
 
 
+JOINED = of_calls("{{ '`' + function.arguments + '`' }}")
+"""As DeepSeek's templates have it."""
+
+
+def test_templates_that_join_the_text_of_arguments() -> None:
+    calls = [called('{"b": 1, "a": "é"}'), called({"c": 2}, "g"), called('{"d', "h")]
+    assert render(JOINED, calls) == 'Af `{"b": 1, "a": "é"}`Ag `{"c": 2}`Ah `{}`'
+
+
+def test_a_template_that_leaves_calls_out() -> None:
+    of_null = "{% for message in messages %}{% if message.content is none %}{{ message.tool_calls }}{% endif %}"
+    with pytest.raises(RequestError, match="leaves out a tool call.*use a newer template of this model"):
+        render(of_null + "{% endfor %}", [called("{}")])
+    assert render("{% for message in messages %}{{ message.content }}{% endfor %}", [called("{}")]) == "A"
+
+
 def test_spoilt_calls_in_a_real_template(qwen3: Tokenizer) -> None:
     """Text is printed as the model has written it."""
     for given, seen in (*((text, text) for text in SPOILT), (None, "{}"), ("", "{}"), ([1], "[1]"), (7, "7")):

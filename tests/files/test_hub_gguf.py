@@ -70,6 +70,13 @@ def test_the_best_that_fits(memory, tag, hub, caplog):
     assert "there are Q2_K, Q4_K_M, Q8_0, BF16, F32" in caplog.text
 
 
+def test_what_cannot_be_read_is_not_chosen(hub):
+    others = ("UD-IQ2_XXS", "IQ3_M", "TQ1_0", "model-imatrix")
+    hub.add(REPO, FILES | {f"Tiny-1B-{tag}.gguf": b"x" * 300 for tag in others})
+    assert opened(memory=450).path.name == "Tiny-1B-Q2_K.gguf"
+    assert opened("IQ3_M").path.name == "Tiny-1B-IQ3_M.gguf"
+
+
 def test_an_engine_tells_the_memory_of_its_machine(hub):
     hub.add(REPO, FILES)
     large = "Tiny-1B-BF16.gguf"
@@ -187,3 +194,7 @@ def test_a_tokenizer_by_its_id(hub, model):
     hub.add_folder("org/base", Path(DEFAULT_MODEL))
     files = EngineArgs(REPO, tokenizer="org/base").tokenizer_files
     assert find_tokenizer(files) and not (files.path / "model.safetensors").exists()
+    parts = {name: (DEFAULT_MODEL / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    hub.add("org/tokenizer", {**parts, "README.md": b"text"})
+    assert find_tokenizer(EngineArgs(REPO, tokenizer="org/tokenizer").tokenizer_files)
+    assert EngineArgs(DEFAULT_MODEL, tokenizer=REPO).tokenizer_path.name == "Tiny-Q8_0.gguf"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from kvllm import LLM, SamplingParams
+from kvllm import LLM, ConfigError, SamplingParams
 from kvllm.attention.reference import ReferenceBackend
 
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
@@ -28,6 +29,13 @@ def greedy(max_tokens: int = NEW_TOKENS, **options) -> SamplingParams:
 def make_llm(path: Path, **options) -> LLM:
     defaults = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 512}
     return LLM(path, **(defaults | options))
+
+
+def least_pool(path: Path, **options) -> int:
+    """Blocks of the smallest pool that an engine takes."""
+    with pytest.raises(ConfigError, match="KV blocks") as refused:
+        LLM(path, num_gpu_blocks_override=1, **options)
+    return int(re.findall(r"needs (\d+) KV blocks", str(refused.value))[0])
 
 
 def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) -> list[list[int]]:

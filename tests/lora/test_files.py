@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvllm import ConfigError, RequestError
-from kvllm.lora.files import Adapters
+from kvllm.lora.files import Adapters, read_pairs
 from kvllm.lora.request import LoRARequest
 from kvllm.models.config import load_model_config
 from kvllm.worker.adapter_weights import adaptable_shapes
@@ -37,6 +37,15 @@ def test_the_matrices_of_a_model(checkpoint: Path) -> None:
     assert len(shapes) == 3 * 7
     assert shapes["model.layers.2.mlp.down_proj"] == (64, 96)
     assert shapes["model.layers.0.self_attn.k_proj"] == (16, 64)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_names_of_a_multimodal_model(adapter: Path, adapters: Adapters, tmp_path: Path, prefix: str) -> None:
+    """PEFT names modules as the model that was trained has them."""
+    other = copied(adapter, tmp_path / "other", {"base_model.model.model.": f"base_model.model.{prefix}"})
+    pairs = read_pairs(other)
+    assert pairs.keys() == read_pairs(adapter).keys() and all(prefix in pair.a for pair in pairs.values())
+    adapters.open(LoRARequest("images", 1, str(other)))
 
 
 def test_equal_files_are_one_adapter(adapter: Path, adapters: Adapters, tmp_path: Path) -> None:

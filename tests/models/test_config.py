@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def test_rotations_equal_transformers(tmp_path: Path, rope: str) -> None:
         expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), 1)
         atol = 2e-3 if rope == "dynamic" else 1e-6
         torch.testing.assert_close(rotary_table(config, length, CPU), expected, atol=atol, rtol=0)
+
+
+def test_a_factor_of_yarn_for_other_programs(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has an attn_factor that leaves scores as they are: transformers does not read it."""
+    undone = 1 / (0.1 * math.log(4) + 1)
+    make_config(tmp_path, "llama", rope_parameters={**YARN, "attn_factor": undone}, head_dim=64)
+    scaling = load_model_config(tmp_path).rope.scaling
+    assert scaling is not None and scaling.attention_factor == pytest.approx(1)
+    make_config(tmp_path, "llama", rope_parameters={**LINEAR, "attn_factor": 0.5}, head_dim=64)
+    with pytest.raises(CheckpointError, match="'linear' has attn_factor, which kvllm knows of 'yarn' alone"):
+        load_model_config(tmp_path)
 
 
 def test_scalings_for_longer_texts_allow_them(tmp_path: Path) -> None:

@@ -882,6 +882,7 @@ def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> Non
     sizes = (c.architecture, c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings)
     assert (*sizes, c.rope.theta, c.eos_token_ids) == TEXTS[name]
     assert c.dtype == "bfloat16" and [c.text_of] == MULTIMODAL[name]["architectures"]
+    assert any(layer.window for layer in c.layers) == name.startswith("gemma")  # null says none
     assert (c.weight_format is not None) == name.endswith("FP8")
     assert load_model_config(tmp_path, {"max_position_embeddings": 512}).max_position_embeddings == 512
 

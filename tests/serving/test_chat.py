@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from kvllm.serving import chat_template
 from tests.helpers.server import ServerProcess
+from tests.helpers.tokenizers import byte_level
 from tests.serving.conftest import PROMPT
 
 # The model knows no roles, so a template of its own alphabet: the messages one after the other.
@@ -184,6 +189,18 @@ def test_a_template_that_takes_long_is_stopped(chat_server: ServerProcess) -> No
     status, answer = chat_server.json("/v1/chat/completions", body)
     assert status == 400 and "took longer than" in answer["error"]["message"], answer
     assert chat_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1})[0] == 200
+
+
+def test_a_conversation_that_waits_for_a_thread_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
+
+    async def render() -> str:
+        with ThreadPoolExecutor(1) as pool:
+            template = chat_template.ChatTemplate(byte_level("chat"), TEMPLATE, pool)
+            pool.submit(time.sleep, 0.6)
+            return await template.render([{"role": "user", "content": "hello"}], None, {})
+
+    assert asyncio.run(render()) == "hello"
 
 
 def test_compression_and_its_usage(chat_server: ServerProcess) -> None:

@@ -216,10 +216,13 @@ def test_overload_and_a_drain() -> None:
         assert process.stop() == 0
 
 
-def test_a_drain_has_an_end() -> None:
+def test_a_drain_has_an_end(tmp_path: Path) -> None:
     """Requests that take longer are aborted, and their streams end too. One whose prompt was not computed yet has an
-    answer without log probabilities of it."""
-    process = ServerProcess(*POOL, "--max-num-seqs", "2", "--shutdown-timeout", "0.3")
+    answer without log probabilities of it. A message, for which the API has no such end, is an error."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    options = ("--max-num-seqs", "2", "--shutdown-timeout", "0.3", "--chat-template", str(template))
+    process = ServerProcess(*POOL, *options)
     try:
         results: list[list[list[bytes]]] = []
         thread = threading.Thread(target=lambda: results.append(stream_all(process, 2, 4000)))
@@ -230,9 +233,17 @@ def test_a_drain_has_an_end() -> None:
         waiting = threading.Thread(target=lambda: answers.append(process.json("/v1/completions", scored)))
         waiting.start()
         wait_until(lambda: process.metric("vllm:num_requests_waiting") == 1, "a waiting request")
+        message = {"model": "reasoner", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+        errors: list[tuple[int, Any]] = []
+        asking = threading.Thread(target=lambda: errors.append(process.json("/v1/messages", message)))
+        asking.start()
+        wait_until(lambda: process.metric("vllm:num_requests_waiting") == 2, "another one")
         process.signal(signal.SIGTERM)
         thread.join(30)
         waiting.join(30)
+        asking.join(30)
+        ((status, error),) = errors
+        assert status == 503 and error["error"]["type"] == "overloaded_error", error
         ((status, answer),) = answers
         assert status == 200 and answer["choices"][0]["finish_reason"] == "abort", answer
         assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {None}

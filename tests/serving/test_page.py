@@ -845,6 +845,28 @@ def test_text_and_cancellation_are_for_the_owner_alone(server: ServerProcess) ->
     assert server.json(path, headers=authorization(HOSTILE))[1]["sequences"] == []
 
 
+def test_nobody_cancels_a_search_of_another_key(server: ServerProcess) -> None:
+    """A search has no sequences of its own, by which its owner is told: those of its beams have other ids."""
+    asked = threading.Thread(target=complete, args=(server, "QRS", HOSTILE), kwargs={"max_tokens": 1500}, daemon=True)
+    asked.start()
+    found: list[str] = []
+    wait_until(lambda: found.extend(requests_of(server, HOSTILE)) or bool(found), "the request")
+    server.request(f"/live/requests/{found[0]}", headers=authorization(HOSTILE), method="DELETE")
+    asked.join()
+    number = int(found[0].rpartition("-")[2])
+    answers: list[tuple[int, Any]] = []
+    body = {"prompt": "QRS", "temperature": 0, "ignore_eos": True, "use_beam_search": True, "n": 2, "max_tokens": 400}
+    sent = {**authorization(HOSTILE), "X-Request-Id": "search"}
+    search = threading.Thread(target=lambda: answers.append(server.json("/v1/completions", body, sent)), daemon=True)
+    search.start()
+    while search.is_alive():
+        for later in range(1, 4):
+            path = f"/live/requests/search-0-{number + later}"
+            server.request(path, headers=authorization("alice"), method="DELETE")
+    (status, answer) = answers[0]
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length", answer
+
+
 def requests_of(server: ServerProcess, key: str) -> list[str]:
     """Ids of a key's requests, as the stream has them."""
     tick = first_events(server, "/live/events", key, 2)[1]

@@ -407,8 +407,11 @@ def test_max_output_tokens(client: Any) -> None:
     cut = client.responses.create(**ASK, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
     assert cut.output[-1].status == "incomplete" and cut.usage.output_tokens == 2
-    events = list(client.responses.create(**ASK, max_output_tokens=2, stream=True))
+    events = list(client.responses.create(**ASK, max_output_tokens=9, tools=FUNCTIONS, stream=True))
+    done = [event.item for event in events if event.type == "response.output_item.done"]
     assert events[-1].type == "response.incomplete"
+    assert [item.status for item in done] == ["completed", "completed", "incomplete"]
+    assert done[-1].type == "function_call" and not done[-1].arguments.endswith("}")
 
 
 def test_structured_output_and_a_function_that_must_be_called(client: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from kvllm import SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.protocol import KeptPairs, StepResult, TransferReport
 from kvllm.distributed.results import TransfersOfRanks, merge
 from tests.helpers.checkpoints import checkpoint_fixture
@@ -59,6 +59,16 @@ def test_reports_agree_with_the_cache(checkpoint: Path, method: str, policy: str
                 compared += 1
     assert compared > 50 and silent.metrics.windows_compressed and not silent.metrics.kept_pairs
     assert policy != "pressure" or llm.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_last_step_of_a_request_is_reported(checkpoint: Path, ahead: bool) -> None:
+    """Also where the request was taken out of the batch while the step ran: its second compression is in the last."""
+    compression = CompressionConfig(method="keydiff", policy="threshold", threshold_tokens=60, budget_tokens=40)
+    llm = LLM(checkpoint, num_gpu_blocks_override=40, async_scheduling=ahead, compression=compression)
+    params = structs.replace(asked(0), max_tokens=22)
+    [output] = llm.generate(random_token_ids(62), params, use_tqdm=False)
+    assert len(output.metrics.kept_pairs) == len(output.metrics.regions) == 2
 
 
 @pytest.mark.parametrize("swap", ["never", "always"])

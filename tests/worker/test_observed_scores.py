@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import CompressionConfig, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.errors import ConfigError
-from tests.helpers.checkpoints import checkpoint_fixture
+from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import paper_compression
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.engines import greedy, least_pool, make_llm, random_prompts, tokens
 
 WINDOWS: dict[str, dict[str, Any]] = {
     "blocks": {"window_blocks": 3, "period": 8},
@@ -49,6 +49,21 @@ def test_nothing_is_scored_while_there_is_room_for_all(checkpoint: Path, missing
     if not missing_blocks:
         assert llm.stats().compression_events == 0
         assert found == tokens(make_llm(checkpoint), prompts, greedy(90))
+
+
+@pytest.mark.parametrize("swap", ["never", "always"])
+def test_scoring_begins_in_time_beside_sliding_windows(tmp_path: Path, swap: str) -> None:
+    """Their blocks come out of the same pool. Scored from the beginning, a sequence alone is never preempted."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    make_checkpoint(tmp_path, "ministral", head_dim=16, sliding_window=40, layer_types=kinds)
+    options = {"block_size": 4, "max_model_len": 97, "max_num_seqs": 1, "max_num_batched_tokens": 1, "swap": swap}
+    compression = CompressionConfig(window_blocks=8, retain_blocks=6)
+    least = least_pool(tmp_path, compression=compression, **options)
+    pool = {"num_gpu_blocks_override": least, "kv_offloading_size": 0.01}
+    llm = LLM(tmp_path, compression=compression, **pool, **options)
+    [output] = llm.generate([[5]], greedy(96), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 96
+    assert llm.stats().preemptions == 0 and llm.stats().windows_compressed > 0
 
 
 @pytest.mark.parametrize("windows", WINDOWS)

@@ -143,6 +143,18 @@ def test_a_draft_is_no_longer_than_a_step(sliding: Path) -> None:
     assert max(len(draft) for _, draft in found) == 4
 
 
+@pytest.mark.parametrize(("block_size", "num_drafts", "step"), [(1, 5, 6), (4, 8, 8), (16, 16, 8)])
+def test_room_after_a_window_is_shared_with_new_tokens(
+    sliding: Path, block_size: int, num_drafts: int, step: int
+) -> None:
+    """Those of the last draft have come, and the window has not moved yet."""
+    options = {"block_size": block_size, "max_num_batched_tokens": step, "max_num_seqs": 2}
+    llm, found = drafting(sliding, num_drafts=num_drafts, **options)
+    prompts = [[5, 6, 7] * 3]
+    assert tokens(llm, prompts, greedy(100)) == tokens(make_llm(sliding, **options), prompts, greedy(100))
+    assert max(len(draft) for _, draft in found) == min(num_drafts, step)
+
+
 def test_drafts_end_with_the_longest_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a step brings more tokens than were certain when it was planned: here all are right."""
     monkeypatch.setattr(SelfModel, "last", 512)
@@ -195,6 +207,9 @@ def test_room_for_drafts_is_counted(checkpoint: Path) -> None:
     stats = LLM(checkpoint, kv_cache_memory_bytes=1 << 20, **options).stats()
     assert llm.stats().draft_pool_bytes == 4 * stats.block_bytes, "a block that is not full and 3 tokens, of two"
     assert llm.stats().num_blocks == stats.num_blocks - 4
+    for block_size, num_drafts in ((1, 1), (1, 2), (4, 1)):  # fewer than are timed when it starts
+        config = {"method": "self", "num_speculative_tokens": num_drafts}
+        LLM(checkpoint, speculative_config=config, block_size=block_size, num_gpu_blocks_override=600)
 
 
 RAGGED = CompressionConfig(method="adakv", policy="threshold", threshold_tokens=960, budget_tokens=640, buffer=32)

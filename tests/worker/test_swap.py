@@ -14,7 +14,7 @@ from kvllm.worker.features.offloading import Offloader
 from tests.helpers.checkpoints import checkpoint_fixture, make_checkpoint
 from tests.helpers.compressions import refusal
 from tests.helpers.dense_decoder import DenseDecoder
-from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
+from tests.helpers.engines import greedy, least_pool, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.features import feature_of
 from tests.helpers.layout_recorder import assert_as_expected, compression_config, run
 from tests.helpers.layout_recorder import make_llm as make_recorded
@@ -145,6 +145,22 @@ def test_shares_by_layer_go_on_where_they_were(five_layers: Path, name: str) -> 
     assert_swapped(llm, recomputed=True)
     assert llm.stats().windows_compressed >= 5
     assert shares.dropped_by_layer(five_layers, recorder) >= {(32, 16, 32, 32, 0)}
+
+
+def test_a_sequence_that_cannot_grow_alone_is_computed_again(checkpoint: Path) -> None:
+    """From the host it would come back with as many blocks. What its events have left is compressed when it is computed
+    again."""
+    policy = {"policy": "periodic", "window_blocks": 4, "period": 32, "query_window": 8, "buffer": 2}
+    options = {"max_model_len": 400, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4}
+    compression = CompressionConfig(method="snapkv", **policy)
+    least = least_pool(checkpoint, compression=compression, **options)
+    pool = {"num_gpu_blocks_override": least, "kv_offloading_size": 0.01, "swap": "always"}
+    engine = LLM(checkpoint, compression=compression, **pool, **options).llm_engine
+    output = engine.add_request("0", [5], greedy(399))
+    steps = 0
+    while engine.has_unfinished_requests() and (steps := steps + 1) < 1000:
+        engine.step()
+    assert output.finished and len(output.outputs[0].token_ids) == 399
 
 
 def test_a_host_without_room_leads_to_computing_again(checkpoint: Path) -> None:

@@ -6,22 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.methods import snapkv
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk: int = 10) -> Tensor:
+def select(
+    queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk: int = 10, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
     """Choose the KV pairs of a region to keep, as `registry.Method` says: whole chunks, the same in all heads.
 
     Args:
         queries: those of the region's last KV pairs.
         keys: of all heads of the layer: a part of them decides differently.
         chunk: KV pairs of a chunk. The last one may be shorter.
+        softmax: of the layer.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    kept = best_chunks(snapkv.scores(queries, keys, buffer, kernel=1), retain - buffer, chunk)
+    kept = best_chunks(snapkv.scores(queries, keys, buffer, kernel=1, softmax=softmax), retain - buffer, chunk)
     return with_buffer(kept[:, None].expand(-1, keys.shape[1], -1), keys, buffer)
 
 

@@ -8,11 +8,13 @@ on which the model was calibrated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.methods.token2chunk import choose
 from kvllm.compression.precision import no_tf32
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_sinks
@@ -37,6 +39,7 @@ def select(
     frequencies: Tensor,
     future: int = 512,
     sinks: int = 4,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, as `registry.Method` says, by the region's last queries.
 
@@ -44,10 +47,13 @@ def select(
         starts: for each sequence the KV pairs of its cache in front of the region.
         future: positions ahead over which queries are averaged.
         sinks: the first KV pairs of the cache, kept before all others.
+        softmax: of the layer, whose scale counts alone.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    found = region_scores(queries, keys, buffer, value_norms, starts, last_positions, frequencies, future, sinks)
+    found = region_scores(
+        queries, keys, buffer, value_norms, starts, last_positions, frequencies, future, sinks, softmax
+    )
     return choose(found, retain=retain, buffer=buffer)
 
 
@@ -62,6 +68,7 @@ def region_scores(
     frequencies: Tensor,
     future: int = 512,
     sinks: int = 4,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """`scores` by the region's last queries times the lengths of values, infinite for sinks. Arguments as for `select`.
 
@@ -71,6 +78,7 @@ def region_scores(
     check_queries(queries, keys)
     sequences = zip(queries, last_positions, strict=True)
     of_queries = [_gaussian(unrotate(*each, frequencies)) for each in sequences]
+    keys = _scaled(keys, softmax)
     return _weighted_scores(keys, value_norms, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
 
 
@@ -87,6 +95,7 @@ def select_calibrated(
     statistics: QueryStatistics,
     future: int = 512,
     sinks: int = 4,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose KV pairs as `select` does, by the queries of a text. Arguments as there, but `queries` are not used.
 
@@ -96,8 +105,15 @@ def select_calibrated(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     of_queries = [(statistics.mean, statistics.covariance)] * (len(keys) // len(statistics.mean))
+    keys = _scaled(keys, softmax)
     found = _weighted_scores(keys, value_norms, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
     return choose(found, retain=retain, buffer=buffer)
+
+
+def _scaled(keys: Tensor, softmax: Softmax) -> Tensor:
+    """Keys whose products, divided by `sqrt(d)`, have the scale of a layer's attention."""
+    ratio = softmax.scale_of(keys.shape[3]) * keys.shape[3] ** 0.5
+    return keys if math.isclose(ratio, 1) else keys * ratio
 
 
 def _gaussian(queries: Tensor) -> Gaussian:

@@ -10,6 +10,7 @@ from itertools import accumulate, islice
 from msgspec import Struct
 
 from kvllm.config import EngineConfig
+from kvllm.config.engine import MEASURED_DRAFT
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import Decodes, DraftOrder, SequenceStart, StepPlan, Verification
 from kvllm.core.tables import TableStart
@@ -98,12 +99,13 @@ def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached
 
 
 def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
-    """Seconds of a pass of the draft model for each number of sequences that run at once: half of what two more tokens
-    of each take."""
+    """Seconds of a pass of the draft model for each number of sequences that run at once: the share of one in
+    what more tokens of each take."""
     counts = [count for count in counts if count <= config.max_num_seqs]
-    found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, 3)])
+    found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, MEASURED_DRAFT)])
     few, many = _ascending(found[::2]), _ascending(found[1::2])
-    return list(accumulate((max(0.0, late - early) / 2 for early, late in zip(few, many, strict=True)), max))
+    more = MEASURED_DRAFT - 1
+    return list(accumulate((max(0.0, late - early) / more for early, late in zip(few, many, strict=True)), max))
 
 
 def _ascending(seconds: list[float]) -> list[float]:

@@ -98,8 +98,10 @@ class PressurePolicy(EventPolicy[Pressure]):
     def _growth_to_end(self, seq: Sequence) -> int:
         """Blocks that a sequence and its completions add if all of them get as long as they may."""
         pairs = seq.cached_length + seq.max_length - 1 - seq.logical_length  # the last token is never stored
-        blocks = (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.tables[0].blocks)
-        return self.full_parts * blocks
+        completions = 1 + seq.forks_pending
+        blocks = completions * -(-pairs // self.regions.block_size) - len(seq.tables[0].blocks)
+        sliding = sum(table.growth(seq.max_length - 1) for table in seq.tables if table.group.window is not None)
+        return self.full_parts * blocks + completions * sliding
 
     def _fills_block(self, seq: Sequence) -> bool:
         return seq.cached_length == len(seq.tables[0].blocks) * self.regions.block_size
