@@ -18,7 +18,7 @@ from kvllm.config import EngineConfig, SpeculativeConfig, bounding, make_kv_grou
 from kvllm.engine_args import SIZES, EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, READERS, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
-from kvllm.entrypoints.sizes import GIB, parse_bytes
+from kvllm.entrypoints.sizes import GIB, parse_bytes, parse_count
 from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.layer_shares import resolve
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=parse_bytes, metavar="SIZE", help="memory of one device, such as 80GB or 24GiB")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="for weights and KV pool (default: 0.9)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model (default: 1)")
-    add("--max-model-len", type=int, metavar="N", help="longest sequence (default: what the model allows)")
+    add("--max-model-len", type=parse_count, metavar="N", help="longest sequence (default: what the model allows)")
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
     add("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)")
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-lora", action="store_true", help="count the memory of adapters, too")
     add("--max-loras", type=int, default=1, metavar="N", help="adapters in use at once (default: 1)")
     add("--max-lora-rank", type=int, default=16, metavar="R", help="their highest rank (default: 16)")
-    add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
-    add("--prompt-length", type=int, default=0, metavar="N", help="of these, the prompt, which windows leave whole")
-    add("--num-sequences", type=int, default=1, metavar="M", help="sequences of that length (default: 1)")
+    add("--input-length", type=parse_count, metavar="N", help="tokens of a sequence (default: the longest)")
+    add("--prompt-length", type=parse_count, default=0, metavar="N", help="of these, the prompt, which stays whole")
+    add("--num-sequences", type=parse_count, default=1, metavar="M", help="sequences of that length (default: 1)")
     add("--json", action="store_true", help="print figures of --num-sequences sequences of --input-length tokens")
     add("--plot", type=Path, metavar="FILE", help="draw bytes held over length, as a PNG; needs matplotlib")
 

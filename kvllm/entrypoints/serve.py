@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
 from kvllm.entrypoints.settings import parse_json_list, parse_json_object, reader
+from kvllm.entrypoints.sizes import parse_count
 from kvllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
     text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"
-    add("--max-num-queued-tokens", type=int, metavar="N", help=text)
+    add("--max-num-queued-tokens", type=parse_count, metavar="N", help=text)
     text = "time that requests get to end after a SIGTERM (default: 30)"
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help=text)
     for switch in WITHOUT_EFFECT:

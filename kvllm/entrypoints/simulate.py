@@ -20,7 +20,7 @@ from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
 from kvllm.entrypoints.simulate_fleet import add_fleet_arguments, load_fleet, simulate_fleets
-from kvllm.entrypoints.sizes import GIB, parse_gib
+from kvllm.entrypoints.sizes import GIB, parse_count, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.files.gguf.paths import is_gguf
@@ -125,9 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the KV pool (default: auto, as --dtype)")
     add("--block-size", type=int, default=16)
-    add("--max-model-len", type=int, help="longer requests are left out (default: what the model allows)")
-    add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=2048)
+    add("--max-model-len", type=parse_count, help="longer requests are left out (default: what the model allows)")
+    add("--max-num-seqs", type=parse_count, default=256)
+    add("--max-num-batched-tokens", type=parse_count, default=2048)
     add(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,

@@ -79,6 +79,14 @@ def test_a_size_without_a_unit_is_refused(arguments, capsys):
     assert ended.value.code == 2 and "24 bytes? write 24G" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", ["serve m", "plan m", "simulate --model m --hardware h --workload w --num-blocks 9"]
+)
+def test_large_numbers_have_a_unit_in_every_command(command: str) -> None:
+    args = cli.make_parser().parse_args([*command.split(), "--max-model-len", "4k"])
+    assert args.max_model_len == 4000
+
+
 def test_sizes_reach_the_engine():
     flags = ["--kv-cache-memory-bytes", "2GB", "--kv-offloading-size", "512M", "--kv-offloading-disk-size", "3"]
     engine = engine_args_from(cli.make_parser().parse_args(["serve", *flags, "--max-model-len", "4k"]))
