@@ -149,6 +149,7 @@ class AsyncLLM:
         tenant: str = "",
         cache_salt: str | None = None,
         lora_request: LoRARequest | Adapter | None = None,
+        skip_special_tokens: bool = True,
     ) -> RequestOutput:
         """Find the likeliest continuations of a prompt, the best one first: see `LLM.beam_search`. Cancelling the task
         ends the search; `abort` ends it with what it has.
@@ -160,11 +161,13 @@ class AsyncLLM:
         self._searches[request_id] = search
         try:
             options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "lora_request": lora_request}
-            return await self._search(text, search, request_id, **options)
+            return await self._search(text, search, request_id, skip_special_tokens, **options)
         finally:
             del self._searches[request_id]
 
-    async def _search(self, text: str | None, search: BeamSearch, request_id: str, **options: Any) -> RequestOutput:
+    async def _search(
+        self, text: str | None, search: BeamSearch, request_id: str, skip_special_tokens: bool, **options: Any
+    ) -> RequestOutput:
         """Ask for the beams' next tokens until the search is done."""
         metrics = RequestMetrics(arrival_time=time.monotonic())
         while not search.is_done:
@@ -181,7 +184,7 @@ class AsyncLLM:
             if not search.is_done:
                 search.advance([(each.outputs[0].logprobs or [])[0] for each in found])
         metrics.finished_time = time.monotonic()
-        completions = search.completions(self.tokenizer)
+        completions = search.completions(self.tokenizer, skip_special_tokens)
         return RequestOutput(request_id, text, search.prompt_token_ids, completions, True, metrics=metrics)
 
     async def abort(self, request_id: str) -> None:

@@ -92,9 +92,10 @@ class BeamSearch:
         del self._finished[self.params.beam_width :]
         self.beams = []
 
-    def completions(self, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+    def completions(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True) -> list[CompletionOutput]:
         """The finished beams, the best one first."""
-        return [self._completion(index, beam, tokenizer) for index, beam in enumerate(self._finished)]
+        found = enumerate(self._finished)
+        return [self._completion(index, beam, tokenizer, skip_special_tokens) for index, beam in found]
 
     def sequences(self, tokenizer: Tokenizer | None) -> list[BeamSearchSequence]:
         """The same, after the prompt."""
@@ -119,10 +120,12 @@ class BeamSearch:
         length = self.max_tokens if penalty > 0 else len(self.beams[0].token_ids)
         return self.beams[0].score(penalty, length) > self._finished[-1].score(penalty)
 
-    def _completion(self, index: int, beam: Beam, tokenizer: Tokenizer | None) -> CompletionOutput:
+    def _completion(
+        self, index: int, beam: Beam, tokenizer: Tokenizer | None, skip_special_tokens: bool
+    ) -> CompletionOutput:
         text = ""
         if tokenizer is not None:
-            decoder = IncrementalDecoder(tokenizer, True, self.prompt_token_ids)
+            decoder = IncrementalDecoder(tokenizer, skip_special_tokens, self.prompt_token_ids)
             text = decoder.push(beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids)
             text += decoder.finish()
         return CompletionOutput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from kvllm.tokenizer import Tokenizer, check_messages
 
 RESERVED = ("messages", "conversation", "tokenize", "return_dict", "return_tensors")
 """Names that `chat_template_kwargs` may not have: they would change more than what the template sees."""
+NULL_CONTENT = re.compile(r"\bcontent\b['\"]?\]? is none")
 T = TypeVar("T", bound=Struct)
 
 
@@ -110,10 +112,10 @@ def render_chat(
     options = {**options, **text_marker(tokenizer, template).mark(foreign)}
     functions = [call["function"] for message in conversation for call in message.get("tool_calls", ())]
     text = _render_calls(tokenizer, conversation, functions, options)
-    if "tool_calls" in template and any(function["name"] not in text for function in functions):
+    if NULL_CONTENT.search(template) and any(function["name"] not in text for function in functions):
         raise RequestError(
-            "the chat template leaves out a tool call, as the first one of DeepSeek-R1 does: use a newer template of "
-            "this model (--chat-template)"
+            "the chat template writes tool calls only where the content is null, which it is never told, as the first "
+            "one of DeepSeek-R1 does: use a newer template of this model (--chat-template)"
         )
     return text
 

@@ -31,6 +31,7 @@ class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=
         free_end: text that ends a free part before the rule begins, such as "</think>".
         free_start: text that begins the free part, such as "<think>". With it, the completion may leave that part out;
             without it, the completion is in the free part from the start.
+        free_openings: texts, one of which may stand between the free part and what obeys the rule.
     """
 
     REFUSED: ClassVar[Refused] = {
@@ -49,6 +50,7 @@ class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=
     disable_any_whitespace: bool = False
     free_end: str | None = None
     free_start: str | None = None
+    free_openings: list[str] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

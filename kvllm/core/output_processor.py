@@ -195,6 +195,8 @@ class OutputProcessor:
     def _end(self, request: Request, reason: FinishReason) -> list[Sequence]:
         """End what still runs. Returns the sequences that ended."""
         for completion in request.output.outputs:
+            if completion.finish_reason is None and request.texts and reason == "abort":
+                completion.text += request.texts[completion.index].finish()  # what a stop string might have begun with
             completion.finish_reason = completion.finish_reason or reason
         ended = list(request.sequences.values())
         for seq in ended:

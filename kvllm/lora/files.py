@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from kvllm.errors import CheckpointError, RequestError
 from kvllm.files.hub import HubId, fetch_files, hub_id
+from kvllm.files.text_names import text_name
 from kvllm.lora.request import Adapter, LoRARequest
-from kvllm.models.multimodal import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

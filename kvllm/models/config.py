@@ -306,7 +306,9 @@ def _encoder_config(raw: dict[str, Any], generation: _GenerationConfig) -> Model
     names = [str(name).replace(CLASSIFIER, "ForCausalLM") for name in raw.get("architectures") or ()]
     names = [name.replace("TextForCausalLM", "ForCausalLM") for name in names]
     causal = raw.get("use_bidirectional_attention") not in (True, "all") and raw.get("is_causal") is not False
-    changed = {} if causal else {"use_bidirectional_attention": None, "is_causal": True}
+    changed: dict[str, Any] = {} if causal else {"use_bidirectional_attention": None, "is_causal": True}
+    if not causal and isinstance(window := raw.get("sliding_window"), int):
+        changed["sliding_window"] = window // 2 + 1  # as transformers reads Gemma's
     config = _model_config(raw | {"architectures": names} | changed, generation)
     config = msgspec.structs.replace(config, generates=False, causal=causal)
     return config if causal else _both_ways(config, raw)
@@ -318,8 +320,7 @@ def _both_ways(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
         refuse("tokens attend to those after them, and scores of attention are bounded or have sinks")
     if raw.get("is_causal") is False and any(config.windows):
         refuse("is_causal is false, and layers have windows")
-    halves = (layer.window and layer.window // 2 + 1 for layer in config.layers)  # as transformers reads Gemma's
-    return msgspec.structs.replace(config, layers=tuple(map(LayerAttention, halves)))
+    return msgspec.structs.replace(config, layers=tuple(LayerAttention(layer.window) for layer in config.layers))
 
 
 def _architecture(raw: dict[str, Any]) -> str:

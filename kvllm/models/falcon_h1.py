@@ -68,7 +68,7 @@ def read(keys: FalconH1Keys) -> dict[str, Any]:
     for name in ("projectors_bias", "mamba_proj_bias"):
         if getattr(keys, name):
             refuse(f"{name} is true: projections of Mamba-2 heads have a bias")
-    if keys.time_step_limit is not None and keys.time_step_limit[:1] != [0.0]:
+    if keys.time_step_limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         refuse(f"time_step_limit is {keys.time_step_limit}: steps have bounds")
     head_dim = keys.head_dim or keys.hidden_size // keys.num_attention_heads
     return {

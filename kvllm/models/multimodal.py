@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvllm.errors import CheckpointError
+from kvllm.files.text_names import OF_IMAGES, text_name
 
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -36,13 +37,6 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """The architecture that a text model is, and keys that mean something else there where they are absent."""
 OF_BOTH = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 """Keys that stand beside `text_config`, too."""
-PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "language_model.": "model.",
-}
-OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 Value = TypeVar("Value")
 
 
@@ -77,14 +71,6 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def text_tensors(found: Mapping[str, Value]) -> dict[str, Value]:
     """Those of the text model, by the names that they have in it."""
     return {text: found[name] for name in found if (text := text_name(name)) is not None}
-
-
-def text_name(name: str) -> str | None:
-    """The name in the text model of a tensor or module; None for those of images and sounds."""
-    for prefix, own in PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return None if name.removeprefix("model.").startswith(OF_IMAGES) else name
 
 
 def _with_plain_rope(config: dict[str, Any], is_default: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 class Qwen35Keys(ConfigKeys, kw_only=True):
     PARTIAL = True
+    DEFAULT_PARTIAL = 0.25
     LAYER_TYPES = (LINEAR,)
 
     num_key_value_heads: int | None = 4

@@ -78,9 +78,14 @@ def _read_scores(path: Path, config: PoolingConfig, model: ModelConfig, tokenize
         found = of_whole_model(opened)
         if config.score_rows is None:
             return _matrix(found.get(SCORE), SCORE, (len(config.labels), model.hidden_size)).read().float()
+        if model.logit_cap is not None:
+            raise CheckpointError(
+                f"final_logit_softcapping is {model.logit_cap}: scores by the logits of tokens do not know this bound, "
+                "use another reranker"
+            )
         name = HEAD if HEAD in found else EMBEDDING
         matrix = _matrix(found.get(name), name, (model.vocab_size, model.hidden_size))
-        rows = matrix.read(torch.tensor(_token_ids(config.score_rows, model, tokenizer))).float()
+        rows = matrix.read(torch.tensor(_token_ids(config.score_rows, model, tokenizer))).float() / model.logit_divisor
         return rows[1:] - rows[:1] if config.score_rows.difference else rows
 
 

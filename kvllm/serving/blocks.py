@@ -52,15 +52,16 @@ class BlockWriter:
         self._held += logprobs
         if part.reasoning:
             steps += self._write("reasoning", part.reasoning)
-        if part.content:
-            own, self._held = _making(part.content, self._held, after=part.reasoning)
-            steps += self._write("text", part.content, own)
-        if part.tool_calls or (part.reasoning and not part.content):
-            self._held = []
-        for call in part.tool_calls:
+        begin, after = 0, part.reasoning
+        for call, place in zip(part.tool_calls, part.places, strict=True):
+            steps += self._write_text(part.content[begin:place], after)
+            begin, after = place, ""
             if call.id is not UNSET and call.function.name is not UNSET:
                 steps += self._start(Block(len(self.blocks), "call", "", call.id, call.function.name))
             steps += self._write("call", call.function.arguments)
+        steps += self._write_text(part.content[begin:], after)
+        if part.tool_calls or (part.reasoning and not part.content):
+            self._held = []
         return steps
 
     def finish(self) -> list[BlockStep]:
@@ -73,6 +74,13 @@ class BlockWriter:
         self.blocks.append(block)
         self._is_open = True
         return [*steps, BlockStep("start", block)]
+
+    def _write_text(self, text: str, after: str) -> list[BlockStep]:
+        """Text, and the log probabilities of its tokens, which come after those that make `after`."""
+        if not text:
+            return []
+        own, self._held = _making(text, self._held, after)
+        return self._write("text", text, own)
 
     def _write(self, kind: Kind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockStep]:
         is_open = self._is_open and self.blocks[-1].kind == kind

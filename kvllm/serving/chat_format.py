@@ -20,18 +20,20 @@ AnyReasoningParser = ReasoningParser | HarmonyReasoningParser
 
 @dataclass(slots=True)
 class MessagePart:
-    """What is new of a message."""
+    """What is new of a message. places: for each call, how many characters of the content are in front of it."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ChatToolCall] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
 
     def __add__(self, other: MessagePart) -> MessagePart:
         calls = self.tool_calls + other.tool_calls
-        return MessagePart(self.reasoning + other.reasoning, self.content + other.content, calls)
+        places = self.places + [len(self.content) + place for place in other.places]
+        return MessagePart(self.reasoning + other.reasoning, self.content + other.content, calls, places)
 
 
 class MessageParser:
@@ -68,7 +70,7 @@ class MessageParser:
         """What was held back until the end."""
         thought, answer = self._reasoning.finish() if self._reasoning else ("", "")
         part = self._answer(thought, answer)
-        return part + MessagePart("", *self._tools.finish()) if self._tools else part
+        return part + MessagePart("", *self._tools.finish(), self._tools.places) if self._tools else part
 
     def _count(self, reasoning: AnyReasoningParser, token_ids: list[int]) -> None:
         """Count the tokens up to the end of the thought. The last piece may have some of the answer, too."""
@@ -83,7 +85,7 @@ class MessageParser:
         if self._tools is None:
             return MessagePart(thought, text)
         content, calls = self._tools.push(text)
-        return MessagePart(thought, content, calls)
+        return MessagePart(thought, content, calls, self._tools.places)
 
 
 class ChatFormat:
@@ -102,7 +104,7 @@ class ChatFormat:
         self._is_open = self.tags is not None and is_thought_open(prompt, self.tags, continued)
         self._rule = constraint(body, state.tokenizer, tools)
         if self._rule is not None and self.tags is not None:
-            self._rule = behind_thought(self._rule, self.tags, prompt, continued)
+            self._rule = behind_thought(self._rule, self.tags, prompt, continued, bool(tools.must_call))
 
     def parser(self) -> MessageParser:
         """A parser for one choice."""
@@ -130,7 +132,8 @@ class ChatFormat:
         if not self._shows_thought:
             part.reasoning = ""
         if not self._tools.several:
-            part.tool_calls = [call for call in part.tool_calls if call.index == 0]
+            first = sum(call.index == 0 for call in part.tool_calls)  # they are in order
+            part.tool_calls, part.places = part.tool_calls[:first], part.places[:first]
         return part
 
 

@@ -38,11 +38,14 @@ def constraint(
 
 
 def behind_thought(
-    rule: StructuredOutputsParams, tags: ThoughtTags, prompt: str, continued: str
+    rule: StructuredOutputsParams, tags: ThoughtTags, prompt: str, continued: str, must_call: bool
 ) -> StructuredOutputsParams:
-    """The rule for the answer alone, wherever the prompt leaves room for a thought in front of it."""
+    """The rule for the answer alone, wherever the prompt leaves room for a thought in front of it. Forced calls have
+    their own openings."""
     if rule.free_end is not None or is_thought_over(prompt, tags):
         return rule
+    if tags.openings and not must_call:
+        rule = structs.replace(rule, free_openings=list(tags.openings))
     if is_thought_open(prompt, tags, continued):
         return structs.replace(rule, free_end=tags.end)
     return structs.replace(rule, free_end=tags.end, free_start=tags.start)

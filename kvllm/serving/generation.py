@@ -172,7 +172,8 @@ class Generation:
             if self._beams is None:
                 await state.llm.deliver(prompt, self._params[index], request_id, counted, **self._options)
                 return
-            found = await state.llm.beam_search(prompt, self._beams[index], request_id, **self._options)
+            options = self._options | {"skip_special_tokens": self._params[index].skip_special_tokens}
+            found = await state.llm.beam_search(prompt, self._beams[index], request_id, **options)
             del found.outputs[self._params[index].n :]
             if (receiving := counted(found)) is not None:
                 await receiving

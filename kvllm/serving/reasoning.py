@@ -12,15 +12,23 @@ from kvllm.serving.tags import unfinished_tag
 
 @dataclass(frozen=True)
 class ThoughtTags:
-    """The texts that a model writes around its thought. others: more texts that its parser has to see."""
+    """The texts that a model writes around its thought. others: more texts that its parser has to see. openings: that
+    may stand between a thought and the answer."""
 
     start: str
     end: str
     others: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
 
 
 THINK = ThoughtTags("<think>", "</think>")
-HARMONY = ThoughtTags(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END, harmony.TAGS)
+FINAL = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+HARMONY = ThoughtTags(
+    f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",
+    harmony.END,
+    harmony.TAGS,
+    (FINAL, f"{harmony.START}assistant{FINAL}"),
+)
 # The names of vLLM. What differs between models with the same tags is whether the chat template opens the thought, as
 # the rendered prompt shows. `openai_gptoss` is read by `kvllm.serving.harmony`.
 REASONING_PARSERS = {

@@ -28,7 +28,7 @@ COMPUTED = ("max_tokens", "logprobs", "structured_outputs", "truncate_prompt_tok
 SAME_NAME = (set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)).difference(COMPUTED)
 """The engine's options that are a request's fields as they are."""
 NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
+    "logprobs": (),
     "prompt_logprobs": (),
     "stop": ([], ""),
     "stop_token_ids": ([],),
@@ -144,7 +144,8 @@ def beam_search(body: GenerationRequest, max_tokens: list[int]) -> list[BeamSear
         return None
     for field, neutral in NOT_WITH_BEAMS.items():
         value = getattr(body, field, None)
-        if value is not None and value not in neutral:
+        is_off = field == "logprobs" and value is False  # 0 asks for those of the tokens
+        if value is not None and not is_off and value not in neutral:
             raise bad_request(f"{field} is not supported with use_beam_search", field)
     if body.response_format is not None and body.response_format.type != "text":
         raise bad_request("response_format is not supported with use_beam_search", "response_format")

@@ -42,7 +42,7 @@ def to_grammar(rule: StructuredOutputsParams, token_id_of: Callable[[str], int |
     parts = [part]
     if rule.free_end is not None:
         parts[0]["name"] = "answer"
-        parts.insert(0, {"lark_grammar": _free_part(rule.free_start, rule.free_end, token_id_of)})
+        parts.insert(0, {"lark_grammar": _free_part(rule, rule.free_end, token_id_of)})
     return Grammar(json.dumps({"grammars": parts}), not_enforced)
 
 
@@ -55,15 +55,17 @@ def literal(text: str, token_id_of: Callable[[str], int | None]) -> str:
     return json.dumps(text) if len(parts) < 2 else " ".join(literal(part, token_id_of) for part in parts)
 
 
-def _free_part(start: str | None, end: str, token_id_of: Callable[[str], int | None]) -> str:
+def _free_part(rule: StructuredOutputsParams, end: str, token_id_of: Callable[[str], int | None]) -> str:
     """A Lark grammar: any text until `end`, then the answer."""
     any_text = "/(.|\\n)*/"
     if token_id_of(end) is None:
         part, definition = "free BREAK", f"free[suffix={json.dumps(end)}]: {any_text}"
     else:
         part, definition = f"FREE {literal(end, token_id_of)} BREAK", f"FREE: {any_text}"
-    if start is not None:
-        part = f"({literal(start, token_id_of)} {part})?"
+    if rule.free_start is not None:
+        part = f"({literal(rule.free_start, token_id_of)} {part})?"
+    if rule.free_openings:
+        part += f" ({' | '.join(literal(text, token_id_of) for text in rule.free_openings)})?"
     return f"start: {part} @answer\nBREAK: /\\n{{0,2}}/\n{definition}"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvllm import CompressionConfig, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core import engine as engine_module
 from kvllm.core.protocol import StepPlan
 from kvllm.core.regions import Region
@@ -147,6 +147,22 @@ def test_less_is_preempted_with_compression(qwen3: Path) -> None:
         assert [len(each) for each in tokens(llm, prompts, greedy(250))] == [250] * 12
     assert compressed.stats().preemptions < plain.stats().preemptions
     assert compressed.stats().steps < plain.stats().steps
+
+
+def test_an_abort_gives_out_what_might_have_begun_a_stop_string() -> None:
+    engine = LLM(block_size=16, kv_cache_memory_bytes=64 << 20).llm_engine
+
+    def text(stop: list[str]) -> str:
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, stop=stop)
+        output = engine.add_request("a", "words: a1,b2\n", params)
+        while len(output.outputs[0].token_ids) < 12:
+            engine.step()
+        engine.abort("a")
+        assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 12
+        return output.outputs[0].text
+
+    expected = text([])
+    assert expected and text([expected + "and more"]) == expected
 
 
 def test_completions_of_a_prompt(qwen3: Path) -> None:

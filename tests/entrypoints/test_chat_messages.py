@@ -168,7 +168,7 @@ def test_templates_that_join_the_text_of_arguments() -> None:
 
 def test_a_template_that_leaves_calls_out() -> None:
     of_null = "{% for message in messages %}{% if message.content is none %}{{ message.tool_calls }}{% endif %}"
-    with pytest.raises(RequestError, match="leaves out a tool call.*use a newer template of this model"):
+    with pytest.raises(RequestError, match="only where the content is null.*use a newer template of this model"):
         render(of_null + "{% endfor %}", [called("{}")])
     assert render("{% for message in messages %}{{ message.content }}{% endfor %}", [called("{}")]) == "A"
 

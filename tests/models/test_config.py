@@ -66,6 +66,13 @@ def test_rotations_equal_transformers(tmp_path: Path, rope: str) -> None:
         torch.testing.assert_close(rotary_table(config, length, CPU), expected, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_a_quarter_of_each_head_is_rotated_if_nothing_is_said(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[family])
+    edit(tmp_path, partial_rotary_factor=..., rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    assert load_model_config(tmp_path).rope.partial_factor == 0.25
+
+
 def test_a_factor_of_yarn_for_other_programs(tmp_path: Path) -> None:
     """DeepSeek-R1-0528-Qwen3-8B has an attn_factor that leaves scores as they are: transformers does not read it."""
     undone = 1 / (0.1 * math.log(4) + 1)
@@ -371,6 +378,7 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
         ("falcon-h1", {"mamba_d_state": 4096}, "key_dim of Mamba-2 heads is 4096, but must be 1 to 1024"),
         ("falcon-h1", {"mamba_proj_bias": True}, "mamba_proj_bias is true: projections of Mamba-2 heads have a bias"),
         ("falcon-h1", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1\]: steps have bounds"),
+        ("falcon-h1", {"time_step_limit": [0.0, 0.4]}, r"time_step_limit is \[0.0, 0.4\]: steps have bounds"),
         ("falcon-h1", {"lm_head_multiplier": 0}, "lm_head_multiplier is 0.0, but must be at least"),
         ("gemma4", {"enable_moe_block": True}, "num_experts is 0, but must be at least 1"),
         ("gemma4", {"num_kv_shared_layers": 4}, "those before have not all kinds of layer_types"),

@@ -48,6 +48,13 @@ def test_embedding_gemma(tmp_path: Path) -> None:
     assert_embeds(start(tmp_path), lambda prompt: embedding(model, prompt, "MEAN", layers))
 
 
+def test_a_window_as_long_as_the_longest_text(tmp_path: Path) -> None:
+    """Halved for each side, it has an effect."""
+    options = {"sliding_window": 64, "max_position_embeddings": 64, "use_bidirectional_attention": True}
+    make_checkpoint(tmp_path, "gemma3_text", architectures=["Gemma3TextModel"], **options)
+    assert set(load_model_config(tmp_path, generates=False).windows) == {33}
+
+
 def test_config_of_embeddinggemma(tmp_path: Path) -> None:
     """The published one: a window of 512 tokens is 256 to either side, and the token itself."""
     keys = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import transformers
 
 from kvllm import LLM, CheckpointError, PoolingParams, RequestError
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.models.config import load_model_config
 from kvllm.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers.checkpoints import make_with_package_tokenizer
+from tests.helpers.checkpoints import make_checkpoint, make_with_package_tokenizer
 from tests.helpers.pooling import add_modules, embedding, logits, save
 from tests.helpers.tokenizers import byte_level
 
@@ -83,6 +86,21 @@ def test_logits_of_tokens_are_scores(causal: Path) -> None:
     tokenizer, model = load_tokenizer(causal), transformers.AutoModelForCausalLM.from_pretrained(causal)
     with torch.inference_mode():
         expected = model(torch.tensor([tokenizer.encode(QUERY)])).logits[0, -1, tokenizer.token_id("=")]
+    assert float(output.outputs.data) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_logits_have_the_scale_of_the_model(tmp_path: Path) -> None:
+    vocab_size = load_model_config(DEFAULT_MODEL).vocab_size
+    model = make_checkpoint(tmp_path, "granite", vocab_size=vocab_size, logits_scaling=8.0)
+    overrides = {"classifier_from_token": ["=", "+"], "method": "from_2_way_softmax"}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEFAULT_MODEL / name, tmp_path)
+    llm = LLM(str(tmp_path), convert="classify", hf_overrides=overrides, dtype="float32")
+    (output,) = llm.encode(QUERY, PoolingParams(use_activation=False), use_tqdm=False)
+    tokenizer = load_tokenizer(tmp_path)
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokenizer.encode(QUERY)])).logits[0, -1]
+    expected = logits[tokenizer.token_id("+")] - logits[tokenizer.token_id("=")]
     assert float(output.outputs.data) == pytest.approx(float(expected), abs=1e-4)
 
 

@@ -67,6 +67,7 @@ def test_chats_have_beams(parrot_server: ServerProcess) -> None:
         ({"prompt": ["a"] * 100, "n": 2}, "n", "at most|more than 128"),
         ({"length_penalty": 11}, "length_penalty", "between -10 and 10"),
         ({"logprobs": 1}, "logprobs", "not supported with"),
+        ({"logprobs": 0}, "logprobs", "not supported with"),
         ({"stop": ["a"]}, "stop", "not supported with"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported with"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported with"),

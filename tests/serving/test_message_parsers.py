@@ -10,6 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvllm.errors import ConfigError
+from kvllm.serving.blocks import BlockWriter
+from kvllm.serving.chat_format import MessageParser
 from kvllm.serving.reasoning import ReasoningParser, is_thought_open, is_thought_over, thought_tags
 from kvllm.serving.tool_parsers import HermesParser
 
@@ -42,6 +44,34 @@ CALLS = [
     "<tool_call>no JSON</tool_call>",
     '<tool_call>{"name": "k", "arguments": {"cut": "of',
 ]
+
+
+def test_blocks_have_the_order_of_the_text() -> None:
+    """However it is cut: a piece may have the end of a call and the text after it, or both and another call."""
+    look = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_call>'
+    text = f"<think>Hm.</think>Let me look.{look}I will wait.{look}"
+
+    def blocks(pieces: list[str]) -> list[tuple[str, str, str]]:
+        parser, writer = MessageParser(ReasoningParser(TAGS, False), HermesParser(), None), BlockWriter()
+        for piece in pieces:
+            writer.push(parser.push(piece, []))
+        writer.push(parser.finish())
+        return [(block.kind, block.name, block.text) for block in writer.blocks]
+
+    call = ("call", "look", '{"city": "Paris"}')
+    whole = [("reasoning", "", "Hm."), ("text", "", "Let me look."), call, ("text", "", "I will wait."), call]
+    for length in (1, 2, 3, 7, 20, 60, 90, 140, len(text)):
+        assert blocks([text[begin : begin + length] for begin in range(0, len(text), length)]) == whole, length
+
+
+def test_line_breaks_in_strings_are_escaped() -> None:
+    """Models write them as they are, and clients read the arguments as JSON."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b\n\tc", \n"d": "\\n"}}</tool_call>'
+    for length in (1, 5, len(text)):
+        parser, found = HermesParser(), ""
+        for begin in range(0, len(text), length):
+            found += "".join(call.function.arguments for call in parser.push(text[begin : begin + length])[1])
+        assert json.loads(found) == {"a": "b\n\tc", "d": "\n"}, found
 
 
 def texts(words: list[str]) -> st.SearchStrategy[str]:

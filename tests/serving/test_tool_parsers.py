@@ -268,6 +268,24 @@ def test_python_literals() -> None:
         "city": "it's Aé\n", "tags": ["a", {"k": None, "1": -2000.0}], "more": {}, "days": "0x"}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ('"""a\n"b\\n"""', 'a\n"b\n'),
+        ("'''it's'''", "it's"),
+        ('""', ""),
+        ('r"\\d"', "\\d"),
+        ("f'x'", "x"),
+        (".5", 0.5),
+        ("+5", 5),
+        ("0x1F", 31),
+    ],
+)
+def test_strings_and_numbers_of_python(literal: str, value: Any) -> None:
+    content, [(_, arguments)] = parse("pythonic", f"[get_weather(city={literal}, days=1)]")
+    assert not content and json.loads(arguments) == {"city": value, "days": 1}
+
+
 def test_arguments_in_a_string_are_cut_off_as_text() -> None:
     cut = '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\u00'
     assert parse("hermes", cut) == ("", [("f", '{"a": "x')])

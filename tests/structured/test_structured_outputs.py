@@ -13,14 +13,19 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.serving.constraint import behind_thought
+from kvllm.serving.harmony import TAGS
+from kvllm.serving.reasoning import HARMONY
 from kvllm.structured.compile import Grammars
 from kvllm.structured.grammar import to_grammar
 from kvllm.structured.token_sets import unpack
 from kvllm.structured.vocabulary import read_vocabulary
+from kvllm.tokenizer import Tokenizer
 from tests.helpers.tokenizers import byte_level
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
@@ -63,6 +68,25 @@ def generate(llm: LLM, rules: list[Any], prompt: str = "ten", **options: Any) ->
         for seed, rule in enumerate(rules)
     ]
     return llm.generate([prompt] * len(rules), params, use_tqdm=False)
+
+
+def test_the_answer_of_gpt_oss_has_its_header() -> None:
+    """A rule holds for what is in the final message, with or without a thought before it."""
+    hf = byte_level("chat").hf
+    hf.add_tokens([AddedToken(text, normalized=False, special=True) for text in TAGS], special_tokens=True)
+    byte_level.cache_clear()  # others get it without these tokens
+    tokenizer = Tokenizer(hf, ["<|im_end|>"])
+    vocabulary = read_vocabulary(tokenizer, len(hf), tokenizer.eos_token_ids)
+    grammars = Grammars(lambda: vocabulary, vocabulary.eos_token_ids)
+    prompt = "<|start|>user<|message|>hi<|end|><|start|>assistant"
+    rule = behind_thought(StructuredOutputsParams(json_object=True), HARMONY, prompt, "", must_call=False)
+    thought, final = "<|channel|>analysis<|message|>hm<|end|>", "<|channel|>final<|message|>"
+    for text in (f'{thought}<|start|>assistant{final}{{"a": 1}}', f'{final}{{"a": 1}}', '{"a": 1}'):
+        matcher, found = grammars.matcher(rule), list[int]()
+        for token_id in tokenizer.encode(text, False):
+            assert unpack(matcher.allowed(found))[token_id], (text, tokenizer.decode(found))
+            found.append(token_id)
+        assert any(unpack(matcher.allowed(found))[token_id] for token_id in vocabulary.eos_token_ids)
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:

@@ -47,6 +47,7 @@ class ToolParser(ABC):
 
     Subclasses implement `_read` and `_end`.
 
+    places: where in the text that was returned last its calls stand, for each how many characters are in front of it.
     tags: texts that the parser has to see, whether or not they are special tokens.
     form: how the model writes a call that a grammar forces; None: as `hermes` does.
     functions: those that may be called. Arguments that the model does not write as JSON take their types from them.
@@ -58,9 +59,11 @@ class ToolParser(ABC):
     def __init__(self, functions: Sequence[FunctionDefinition] = ()) -> None:
         self.functions = {function.name: function for function in functions}
         self.num_calls = 0
+        self.places: list[int] = []
         self._held = ""
         self._texts: list[str] = []
         self._calls: list[ChatToolCall] = []
+        self._texts_before: list[int] = []  # the number of these that are in front of each of the calls
 
     def push(self, piece: str) -> tuple[str, list[ChatToolCall]]:
         """What is new of the text and of the calls."""
@@ -90,7 +93,7 @@ class ToolParser(ABC):
 
     def _begin_call(self, name: str) -> None:
         call_id, function = f"call_{uuid.uuid4().hex[:24]}", ChatFunctionCall(name=name)
-        self._calls.append(ChatToolCall(index=self.num_calls, id=call_id, type="function", function=function))
+        self._give(ChatToolCall(index=self.num_calls, id=call_id, type="function", function=function))
         self.num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
@@ -98,12 +101,17 @@ class ToolParser(ABC):
         if not text:
             return
         if not self._calls:
-            self._calls.append(ChatToolCall(index=self.num_calls - 1, function=ChatFunctionCall()))
+            self._give(ChatToolCall(index=self.num_calls - 1, function=ChatFunctionCall()))
         self._calls[-1].function.arguments += text
+
+    def _give(self, call: ChatToolCall) -> None:
+        self._calls.append(call)
+        self._texts_before.append(len(self._texts))
 
     def _take(self) -> tuple[str, list[ChatToolCall]]:
         text, calls = "".join(self._texts), self._calls
-        self._texts, self._calls = [], []
+        self.places = [sum(map(len, self._texts[:count])) for count in self._texts_before]
+        self._texts, self._calls, self._texts_before = [], [], []
         return text, calls
 
 

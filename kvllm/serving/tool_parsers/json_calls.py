@@ -40,7 +40,8 @@ class ObjectReader(CallReader):
         if self.name is None and len(self.raw) - len(new) < LONGEST_HEAD:
             new = self._read_head()
         if self._arguments is not None:
-            self._new_arguments += new[: self._arguments.push(new)]
+            self._arguments.push(new)
+            self._new_arguments += self._arguments.new
         is_call = self._arguments is not None or not self._object.is_complete or self._read_whole()
         self.is_complete = self._object.is_complete and is_call
         self.is_broken = self._object.is_broken or not is_call
@@ -115,15 +116,19 @@ class HeadedReader(CallReader):
 
     def _read_arguments(self, text: str) -> int:
         used = self._arguments.push(text)
-        self._new_arguments += text[:used]
+        self._new_arguments += self._arguments.new
         self.is_complete, self.is_broken = self._arguments.is_complete, self._arguments.is_broken
         return used
 
 
 class ObjectScanner:
-    """Finds where a JSON object ends. Of what is inside, it only tells strings from the rest."""
+    """Finds where a JSON object ends. Of what is inside, it only tells strings from the rest.
+
+    new: what the last text has of the object. Line breaks and tabs in strings, which models write, are escaped there.
+    """
 
     def __init__(self) -> None:
+        self.new = ""
         self.is_complete = self.is_broken = False
         self._depth = 0
         self._in_string = self._is_escaped = False
@@ -134,18 +139,30 @@ class ObjectScanner:
 
     def push(self, text: str) -> int:
         """How many characters belong to the object: all of them, unless it is over."""
+        used, controls = self._read_on(text)
+        begins = [0, *(place + 1 for place in controls)]
+        parts = (text[begin:end] for begin, end in zip(begins, [*controls, used], strict=True))
+        escapes = [*(f"\\u{ord(text[place]):04x}" for place in controls), ""]
+        self.new = "".join(part + escape for part, escape in zip(parts, escapes, strict=True))
+        return used
+
+    def _read_on(self, text: str) -> tuple[int, list[int]]:
+        """How many characters belong to the object, and where control characters are in its strings."""
+        controls: list[int] = []
         for place, character in enumerate(text):
             if self.is_over:
-                return place
+                return place, controls
             if self._in_string:
+                if character < " " and not self._is_escaped:
+                    controls.append(place)
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
             elif self._cannot_be(character):
                 self.is_broken = True
-                return place
+                return place, controls
             else:
                 self._read(character)
-        return len(text)
+        return len(text), controls
 
     def _cannot_be(self, character: str) -> bool:
         """Whether a character outside of strings is none of JSON, such as that of a tag after an unfinished object."""

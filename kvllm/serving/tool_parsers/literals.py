@@ -15,14 +15,16 @@ CLOSING = {"{": "}", "[": "]", "(": ")"}
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.?)", re.DOTALL)
 UNFINISHED_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{0,2})\Z")
 ESCAPED = dict(zip("ntrbfav\\'\"", "\n\t\r\b\f\a\v\\'\"", strict=True))
-NUMBER = re.compile(r"-?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(?:0[xX][\da-fA-F]+|(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)")
+PREFIX = re.compile(r"[rRbBuUfF]{1,2}(?=['\"])")
 
 
 @dataclass(frozen=True)
 class Dialect:
     """How literals are written.
 
-    quotes: texts around strings. escapes: whether a backslash escapes in them. word: a number, a name or a keyword.
+    quotes: texts around strings, those first that begin with others. escapes: whether a backslash escapes in them.
+    word: a number, a name or a keyword.
     """
 
     quotes: tuple[str, ...]
@@ -30,7 +32,7 @@ class Dialect:
     word: re.Pattern[str]
 
 
-PYTHON = Dialect(("'", '"'), True, re.compile(r"[\w.+\-]+"))
+PYTHON = Dialect(("'''", '"""', "'", '"'), True, re.compile(r"[\w.+\-]+"))
 
 
 class Expects(Enum):
@@ -63,6 +65,7 @@ class LiteralReader:
         self._levels: list[Level] = []
         self._expects = Expects.VALUE
         self._quote = ""
+        self._is_raw = False  # the string, in which a backslash stands for itself
         self._json: list[str] = []
 
     def push(self, text: str) -> int:
@@ -85,6 +88,9 @@ class LiteralReader:
         """Read what is not in a string. Returns how many characters, 0 if more is needed, or if it is broken."""
         if text[0].isspace():
             return len(text) - len(text.lstrip())
+        if self._dialect.escapes and (prefix := PREFIX.match(text)):
+            self._is_raw = "r" in prefix[0].lower()
+            return prefix.end()
         for quote in self._dialect.quotes:
             if text.startswith(quote):
                 return self._open_string(quote)
@@ -160,15 +166,15 @@ class LiteralReader:
         if end < 0:
             return len(inside)
         self._json.append('"')
-        used, self._quote = end + len(self._quote), ""
+        used, self._quote, self._is_raw = end + len(self._quote), "", False
         self._step()
         return used
 
     def _find_quote(self, text: str) -> int:
         if not self._dialect.escapes:
             return text.find(self._quote)
-        found = re.match(rf"(?:[^\\{self._quote}]|\\.)*{self._quote}", text, re.DOTALL)
-        return found.end() - 1 if found else -1
+        found = re.match(rf"(?:[^\\]|\\.)*?{self._quote}", text, re.DOTALL)
+        return found.end() - len(self._quote) if found else -1
 
     def _without_unfinished_escape(self, text: str) -> str:
         last = max((escape.start() for escape in ESCAPE.finditer(text)), default=len(text))
@@ -176,7 +182,7 @@ class LiteralReader:
         return text[:last] if is_unfinished else text
 
     def _escaped(self, text: str) -> str:
-        if not self._dialect.escapes:
+        if self._is_raw or not self._dialect.escapes:
             return _json_text(text)
         parts, end = [], 0
         for escape in ESCAPE.finditer(text):

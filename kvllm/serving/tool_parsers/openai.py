@@ -26,14 +26,14 @@ class OpenAIParser(ToolParser):
 
     def _read(self, rest: str) -> str:
         for piece in self._reader.push(rest):
-            self._give(piece)
+            self._take_piece(piece)
         return ""
 
     def _end(self, held: str) -> None:
         for piece in self._reader.finish():
-            self._give(piece)
+            self._take_piece(piece)
 
-    def _give(self, piece: Piece) -> None:
+    def _take_piece(self, piece: Piece) -> None:
         if piece.function and piece.raw.endswith(MESSAGE) and not piece.body:
             self._begin_call(piece.function)
         elif piece.function:

@@ -165,7 +165,7 @@ def _read_json(text: str) -> Any:
     def refuse(word: str) -> None:
         raise ValueError(word)
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=refuse, strict=False)
 
 
 def _is_a(value: Any, name: str) -> bool:
