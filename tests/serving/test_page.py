@@ -856,7 +856,7 @@ def test_nobody_cancels_a_search_of_another_key(server: ServerProcess) -> None:
     asked.join()
     number = int(found[0].rpartition("-")[2])
     answers: list[tuple[int, Any]] = []
-    body = {"prompt": "QRS", "temperature": 0, "ignore_eos": True, "use_beam_search": True, "n": 2, "max_tokens": 200}
+    body = {"prompt": "QRS", "temperature": 0, "ignore_eos": True, "use_beam_search": True, "n": 2, "max_tokens": 60}
     sent = {**authorization(HOSTILE), "X-Request-Id": "search"}
     search = threading.Thread(target=lambda: answers.append(server.json("/v1/completions", body, sent)), daemon=True)
     search.start()
@@ -864,7 +864,7 @@ def test_nobody_cancels_a_search_of_another_key(server: ServerProcess) -> None:
         for later in range(1, 4):
             path = f"/live/requests/search-0-{number + later}"
             server.request(path, headers=authorization("alice"), method="DELETE")
-        time.sleep(0.1)
+        time.sleep(0.02)
     (status, answer) = answers[0]
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length", answer
 
