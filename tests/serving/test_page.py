@@ -860,11 +860,13 @@ def test_nobody_cancels_a_search_of_another_key(server: ServerProcess) -> None:
     sent = {**authorization(HOSTILE), "X-Request-Id": "search"}
     search = threading.Thread(target=lambda: answers.append(server.json("/v1/completions", body, sent)), daemon=True)
     search.start()
+    pause = 0.01  # more and more, or a busy machine would do little else
     while search.is_alive():
         for later in range(1, 4):
             path = f"/live/requests/search-0-{number + later}"
             server.request(path, headers=authorization("alice"), method="DELETE")
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause *= 1.5
     (status, answer) = answers[0]
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length", answer
 
