@@ -19,6 +19,7 @@ from kvllm.tokenizer import Tokenizer, check_messages
 RESERVED = ("messages", "conversation", "tokenize", "return_dict", "return_tensors")
 """Names that `chat_template_kwargs` may not have: they would change more than what the template sees."""
 NULL_CONTENT = re.compile(r"\bcontent\b['\"]?\]? is none")
+"""In templates that ask for it: transformers leaves fields that are null out."""
 T = TypeVar("T", bound=Struct)
 
 

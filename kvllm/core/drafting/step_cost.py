@@ -99,8 +99,8 @@ def _measure(executor: Executor, config: EngineConfig, counts: list[int], cached
 
 
 def _measure_drafts(executor: Executor, config: EngineConfig, counts: list[int]) -> list[float]:
-    """Seconds of a pass of the draft model for each number of sequences that run at once: the share of one in
-    what more tokens of each take."""
+    """Seconds of a pass of the draft model for each number of sequences that run at once: what a longer draft of each
+    takes more, by its tokens."""
     counts = [count for count in counts if count <= config.max_num_seqs]
     found = _fastest(executor, [_drafting(config, count, most) for count in counts for most in (1, MEASURED_DRAFT)])
     few, many = _ascending(found[::2]), _ascending(found[1::2])

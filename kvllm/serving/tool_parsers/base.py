@@ -63,7 +63,7 @@ class ToolParser(ABC):
         self._held = ""
         self._texts: list[str] = []
         self._calls: list[ChatToolCall] = []
-        self._texts_before: list[int] = []  # the number of these that are in front of each of the calls
+        self._places: list[int] = []
 
     def push(self, piece: str) -> tuple[str, list[ChatToolCall]]:
         """What is new of the text and of the calls."""
@@ -106,12 +106,12 @@ class ToolParser(ABC):
 
     def _give(self, call: ChatToolCall) -> None:
         self._calls.append(call)
-        self._texts_before.append(len(self._texts))
+        self._places.append(sum(map(len, self._texts)))
 
     def _take(self) -> tuple[str, list[ChatToolCall]]:
         text, calls = "".join(self._texts), self._calls
-        self.places = [sum(map(len, self._texts[:count])) for count in self._texts_before]
-        self._texts, self._calls, self._texts_before = [], [], []
+        self.places, self._places = self._places, []
+        self._texts, self._calls = [], []
         return text, calls
 
 

@@ -139,36 +139,27 @@ class ObjectScanner:
 
     def push(self, text: str) -> int:
         """How many characters belong to the object: all of them, unless it is over."""
-        used, controls = self._read_on(text)
-        begins = [0, *(place + 1 for place in controls)]
-        parts = (text[begin:end] for begin, end in zip(begins, [*controls, used], strict=True))
-        escapes = [*(f"\\u{ord(text[place]):04x}" for place in controls), ""]
-        self.new = "".join(part + escape for part, escape in zip(parts, escapes, strict=True))
-        return used
-
-    def _read_on(self, text: str) -> tuple[int, list[int]]:
-        """How many characters belong to the object, and where control characters are in its strings."""
-        controls: list[int] = []
-        for place, character in enumerate(text):
-            if self.is_over:
-                return place, controls
-            if self._in_string:
-                if character < " " and not self._is_escaped:
-                    controls.append(place)
-                self._in_string = self._is_escaped or character != '"'
-                self._is_escaped = character == "\\" and not self._is_escaped
-            elif self._cannot_be(character):
+        read: list[str] = []
+        for character in text:
+            if not (self.is_over or self._in_string) and self._cannot_be(character):
                 self.is_broken = True
-                return place, controls
-            else:
-                self._read(character)
-        return len(text), controls
+            if self.is_over:
+                break
+            read.append(self._read(character))
+        self.new = "".join(read)
+        return len(read)
 
     def _cannot_be(self, character: str) -> bool:
         """Whether a character outside of strings is none of JSON, such as that of a tag after an unfinished object."""
         return character in "<`" or (self._depth == 0 and character not in " \t\r\n{")
 
-    def _read(self, character: str) -> None:
+    def _read(self, character: str) -> str:
+        """Read one more. Returns how valid JSON has it."""
+        if self._in_string:
+            was_escaped = self._is_escaped
+            self._in_string = was_escaped or character != '"'
+            self._is_escaped = character == "\\" and not was_escaped
+            return character if character >= " " or was_escaped else f"\\u{ord(character):04x}"
         if character == '"':
             self._in_string = True
         elif character in "{[":
@@ -176,6 +167,7 @@ class ObjectScanner:
         elif character in "}]":
             self._depth -= 1
             self.is_complete = self._depth == 0
+        return character
 
 
 def decoded(text: str) -> Any:
