@@ -33,7 +33,7 @@ from kvllm.files.hub import Snapshot, fetch_tokenizer, hub_id, open_snapshot
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import resolve
-from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
+from kvllm.models.config import DTYPE_NAMES, DTYPES, EXPANDED, QUANTIZATIONS, ModelConfig, load_model_config
 from kvllm.pooling_config import CONVERSIONS, RUNNERS, PoolerConfig, PoolingConfig, read_pooling
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
@@ -398,7 +398,7 @@ class EngineArgs:
         longest, length = model.max_position_embeddings, self.max_model_len
         allowed = f"between 2 and the model's max_position_embeddings={longest}"
         require(length is None or length <= longest, "max_model_len", length, allowed)
-        if self.quantization and model.weight_format:
+        if self.quantization not in (None, EXPANDED) and model.weight_format:
             raise ConfigError(
                 f"quantization={self.quantization!r} makes weights from those of full precision, and {self.path} is "
                 "quantized already: leave it out"

@@ -33,11 +33,8 @@ EPS = 1e-6
 class LatentKeys(SigmoidExpertsKeys, kw_only=True):
     """The keys of families with latent attention, all of which have such experts. `head_dim` and `num_key_value_heads`
     become those of the cache.
-
-    QUANTIZED: no integers, because the projection of latents to heads is multiplied head by head.
     """
 
-    QUANTIZED = ("fp8",)
     PARTIAL = True
     INTERLEAVED = True
     SCALED = True

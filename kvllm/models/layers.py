@@ -31,7 +31,7 @@ class Weight:
     index `start` of dimension `dim`.
 
     order: int64, the rows of the tensor that the rows of the target are, if they do not follow each other.
-    quantized: a checkpoint with quantized matrices has other tensors in its place.
+    quantized: a checkpoint with quantized matrices may have other tensors in its place.
     offset: what is added to the values.
     """
 
@@ -44,13 +44,18 @@ class Weight:
     offset: float = 0.0
 
     def is_quantized(self, form: WeightFormat | None) -> bool:
-        """Whether a checkpoint of a form has other tensors in the place of this one."""
+        """Whether a checkpoint of a form may have other tensors in the place of this one."""
         return self.quantized and form is not None and form.method != "mxfp4"
 
     @property
     def form(self) -> GroupForm | None:
         """That of the matrix, where it holds a file's integers."""
         return self.target.matrix.form if isinstance(self.target, MatrixRows) else None
+
+    @property
+    def holds_integers(self) -> bool:
+        """Whether the target is of a matrix that holds a quantized checkpoint's integers."""
+        return isinstance(self.target, MatrixRows) and self.target.matrix.integers is not None
 
     @property
     def first_column(self) -> int:
@@ -83,6 +88,8 @@ class Weight:
 
     def write_part(self, first: int, values: torch.Tensor | Integers) -> None:
         """This rank's part of these rows; of a quantized checkpoint, the integers."""
+        if isinstance(values, Integers) and not self.holds_integers:
+            values = values.expanded()
         if isinstance(self.target, torch.Tensor):
             assert isinstance(values, torch.Tensor)
             self.target[first : first + len(values)] = values.to(self.target.dtype) + self.offset

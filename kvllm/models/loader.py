@@ -25,7 +25,14 @@ from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
 from kvllm.models.mtp import MTPDecoder
 from kvllm.models.multimodal import text_tensors
-from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
+from kvllm.models.quantized_tensors import (
+    UNREAD,
+    Stored,
+    read_float8,
+    read_integers,
+    read_mxfp4,
+    stored_tensors,
+)
 from kvllm.models.weight_format import WeightFormat
 from kvllm.models.weights import PACKABLE_DTYPES, LinearWeight, MatrixRows, Packing, strips
 from kvllm.parallel import Shard
@@ -65,23 +72,25 @@ def load_model(
         if not config.generates:
             found = {name: tensor for name, tensor in found.items() if name not in (HEAD, SCORE)}
         without_memory = empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
-        stored = _stored(without_memory.weights(), config)
+        quantized = _quantized(without_memory.weights(), found, config.weight_format)
+        stored = _stored(without_memory.weights(), quantized, found)
         found = _without_zero_biases(found, stored)
-        _check(stored, found, config.tie_word_embeddings, checkpoint.config_file.name)
+        _check(stored, found, config, checkpoint.config_file.name)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = empty_model(config, shard, dtype, device, max_model_len)
         if device.type == "cpu" and dtype in PACKABLE_DTYPES and not (bits or expand):
             _hold_as_in_file(model.weights(), found)
+            _hold_integers(model.weights(), quantized)
         model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])
-        model.allocate(Packing(bits, config.weight_format))
+        model.allocate(Packing(bits))
         for name, weight in model.weights().items():
             source = found.get(name)
             if weight.form is not None and isinstance(source, GroupedTensor):
                 _read_groups(weight, source)
                 continue
-            if config.weight_format and weight.is_quantized(config.weight_format):
-                _read_quantized(name, weight, config.weight_format, found)
+            if form := quantized.get(name):
+                _read_quantized(name, weight, form, found)
                 continue
             for first, rows in _strips(found[name], weight):
                 weight.write(first, rows)
@@ -164,24 +173,42 @@ def _without_extra_layers(found: Tensors, config: ModelConfig) -> Tensors:
     return {name: found[name] for name in kept}
 
 
-def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored]:
-    """The tensors that a checkpoint must have."""
+def _quantized(weights: dict[str, Weight], found: Tensors, form: WeightFormat | None) -> dict[str, WeightFormat]:
+    """The weights of a model in whose place a quantized checkpoint has other tensors: all that it may quantize, but for
+    those that it has as numbers of a readable dtype."""
+    if form is None:
+        return {}
+    plain = {name for name, tensor in found.items() if tensor.dtype in READABLE_DTYPES}
+    return {name: form for name, weight in weights.items() if weight.is_quantized(form) and name not in plain}
+
+
+def _stored(weights: dict[str, Weight], quantized: dict[str, WeightFormat], found: Tensors) -> dict[str, Stored]:
+    """The tensors that a checkpoint must have. Raises ConfigError if ranks cannot share out groups of integers."""
     stored = {}
     for name, weight in weights.items():
-        if config.weight_format and weight.is_quantized(config.weight_format):
-            stored |= stored_tensors(config.weight_format, _module(name), weight.shape)
-        else:
+        form = quantized.get(name)
+        if form is None:
             stored[name] = Stored(READABLE_DTYPES, (weight.shape,))
+            continue
+        stored |= stored_tensors(form, _module(name), weight.shape, found)
+        part, group = weight.target.shape[-1], form.group_size or weight.target.shape[-1]
+        if weight.dim and part % group:
+            raise ConfigError(
+                f"the ranks' parts of rows have {part} weights, and the checkpoint's groups of {group} do not divide "
+                "them: lower tensor_parallel_size"
+            )
     return stored
 
 
-def _check(stored: dict[str, Stored], found: Tensors, tied: bool, config: str) -> None:
-    """Raise CheckpointError unless the tensors are those of the model. config: the name of its file."""
-    _check_names(stored, found, tied, config)
+def _check(stored: dict[str, Stored], found: Tensors, config: ModelConfig, file: str) -> None:
+    """Raise CheckpointError unless the tensors are those of the model. file: the name of that of its config."""
+    tied = config.tie_word_embeddings
+    unread = UNREAD if config.weight_format else ()
+    _check_names(stored, [name for name in found if not name.endswith(unread)], tied, file)
     for name, tensor in stored.items():
-        _check_tensor(name, found[name], tensor, config)
+        _check_tensor(name, found[name], tensor, file)
     if tied and HEAD in found:
-        _check_tensor(HEAD, found[HEAD], stored[EMBEDDING], config)
+        _check_tensor(HEAD, found[HEAD], stored[EMBEDDING], file)
 
 
 def _check_tied_head(embedding: Weight, found: Tensors, dtype: torch.dtype) -> None:
@@ -235,14 +262,14 @@ def _module(name: str) -> str:
 def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensors) -> None:
     """Write this rank's part of a matrix, some rows at a time."""
     module = _module(name)
-    tensors = {each: found[each].read() for each in stored_tensors(form, module, weight.shape)}
+    tensors = {each: found[each].read() for each in stored_tensors(form, module, weight.shape, found)}
     columns = slice(0, weight.shape[1])
     if weight.dim:
         columns = slice(weight.start, weight.start + weight.target.shape[1])
     if isinstance(weight, ExpertMatrices):
         for expert in range(weight.shape[0]):
             weight.write_expert(expert, read_mxfp4(tensors, module, expert))
-    elif weight.order is not None and form.method != "float8":
+    elif weight.order is not None and form.transposed:
         every = slice(0, weight.shape[0])
         weight.write_part(0, read_integers(form, tensors, module, every, columns).rows(weight.order))
     else:
@@ -251,7 +278,6 @@ def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensor
             if form.method == "float8":
                 weight.write_part(first, read_float8(form, tensors, module, rows, columns))
             else:
-                assert isinstance(rows, slice)
                 weight.write_part(first, read_integers(form, tensors, module, rows, columns))
     for each in tensors:
         found[each].forget()
@@ -267,6 +293,17 @@ def _hold_as_in_file(weights: dict[str, Weight], found: Tensors) -> None:
             forms[matrix] = joined.joined(form) if joined and form else None
     for matrix, form in forms.items():
         matrix.form = form
+
+
+def _hold_integers(weights: dict[str, Weight], quantized: dict[str, WeightFormat]) -> None:
+    """Let each matrix of which all parts are integers in a quantized checkpoint hold these."""
+    held: dict[LinearWeight, WeightFormat | None] = {}
+    for name, weight in weights.items():
+        if isinstance(weight.target, MatrixRows):
+            matrix, form = weight.target.matrix, quantized.get(name)
+            held[matrix] = form if form and form.integers and held.get(matrix, form) else None
+    for matrix, form in held.items():
+        matrix.integers = form
 
 
 def _form(source: CheckpointTensor | None, weight: Weight) -> GroupForm | None:

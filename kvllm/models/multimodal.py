@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvllm.errors import CheckpointError
-from kvllm.files.text_names import OF_IMAGES, text_name
+from kvllm.files.text_names import text_name
 
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -65,7 +65,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if tied != [None, None]:
         found["tie_word_embeddings"] = True in tied
     found |= {"architectures": [architecture], "model_type": None, "text_of": around[0]}
-    return _without_images(_with_plain_rope(found, "rope_theta" in defaults and "rope_theta" not in text))
+    return _with_plain_rope(found, "rope_theta" in defaults and "rope_theta" not in text)
 
 
 def text_tensors(found: Mapping[str, Value]) -> dict[str, Value]:
@@ -84,15 +84,3 @@ def _with_plain_rope(config: dict[str, Any], is_default: bool) -> dict[str, Any]
             if is_default and "rope_theta" in rope:
                 config.pop("rope_theta", None)
     return config
-
-
-def _without_images(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the modules for images in the lists of what is not quantized."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return config
-    settings = dict(settings)
-    for key in ("modules_to_not_convert", "ignore"):
-        if isinstance(settings.get(key), list):
-            settings[key] = [name for name in settings[key] if not any(of in f"{name}." for of in OF_IMAGES)]
-    return config | {"quantization_config": settings}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,12 @@ from kvllm.errors import CheckpointError
 from kvllm.models.weight_format import WeightFormat
 
 SCALES = ("F16", "BF16", "F32")
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")
+"""What scales of 8-bit floats are called; both are multiplied with."""
+UNREAD = tuple(
+    f".{name}" for name in ("input_scale", "activation_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+)
+"""Ends of the names of tensors that a quantized checkpoint has for numbers that are not quantized here."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers that the four bits of MXFP4 stand for (OCP Microscaling Formats, E2M1)."""
 FP4_GROUP = 32
@@ -45,38 +51,72 @@ class Integers:
         zeros = None if self.zeros is None else self.zeros[indices]
         return Integers(self.values[indices], zeros, self.scales[indices], self.order)
 
+    def expanded(self) -> torch.Tensor:
+        """float32 `[n, in_features]`, in the order of the matrix."""
+        groups = self.values.float().unflatten(1, (self.scales.shape[1], -1))
+        if self.zeros is not None:
+            groups -= self.zeros.unsqueeze(2)
+        values = (groups * self.scales.unsqueeze(2)).flatten(1)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
-def stored_tensors(form: WeightFormat, module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
-    """The tensors in the place of the matrix `[out_features, in_features]` of `module`, such as "...mlp.up_proj"."""
+
+def stored_tensors(form: WeightFormat, module: str, shape: tuple[int, ...], found: Container[str]) -> dict[str, Stored]:
+    """The tensors in the place of the matrix `[out_features, in_features]` of `module`, such as "...mlp.up_proj".
+
+    found: the names of all tensors of the checkpoint.
+    """
     if form.method == "float8":
-        return _stored_float8(form, module, shape)
+        return _stored_float8(form, module, shape, found)
     if form.method == "mxfp4":
         return _stored_mxfp4(module, shape)
     rows, columns = shape
     word = 32 // form.bits
     group = form.group_size or columns
-    if rows % word or columns % group or group % word:
+    if (form.transposed and rows % word) or columns % group or group % word:
         raise CheckpointError(
             f"{module} is {rows} x {columns}, but weights of {form.bits} bits in groups of {group} need multiples of "
             f"{word} and of {group}"
         )
+    if not form.transposed:
+        return _stored_compressed(form, module, shape, columns // group)
     groups = columns // group
     packed = (columns, rows // word) if form.method == "awq" else (columns // word, rows)
-    found = {
+    stored = {
         f"{module}.qweight": Stored(("I32",), (packed,)),
         f"{module}.qzeros": Stored(("I32",), ((groups, rows // word),)),
         f"{module}.scales": Stored(SCALES, ((groups, rows),)),
     }
-    if form.method == "gptq":
-        found[f"{module}.g_idx"] = Stored(("I32",), ((columns,),))
-    return found
+    if form.ordered:
+        stored[f"{module}.g_idx"] = Stored(("I32",), ((columns,),))
+    return stored
 
 
-def _stored_float8(form: WeightFormat, module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+def _stored_compressed(form: WeightFormat, module: str, shape: tuple[int, ...], groups: int) -> dict[str, Stored]:
+    rows, columns = shape
+    word = 32 // form.bits
+    scales = ((rows, groups), *(() if form.group_size else ((1, 1), (1,), ())))
+    stored = {f"{module}.weight_scale": Stored(SCALES, scales)}
+    if form.method == "packed":
+        stored[f"{module}.weight_packed"] = Stored(("I32",), ((rows, columns // word),))
+        stored[f"{module}.weight_shape"] = Stored(("I64", "I32"), ((2,),))
+        zeros = Stored(("I32",), ((-(-rows // word), groups),))
+    else:
+        stored[f"{module}.weight"] = Stored(("I8",), (shape,))
+        zeros = Stored(("I8",), scales)
+    if form.zero_points:
+        stored[f"{module}.weight_zero_point"] = zeros
+    if form.ordered:
+        stored[f"{module}.weight_g_idx"] = Stored(("I32",), ((columns,),))
+    return stored
+
+
+def _stored_float8(form: WeightFormat, module: str, shape: tuple[int, ...], found: Container[str]) -> dict[str, Stored]:
     shapes: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,), ())
     if form.block is not None:
         shapes = ((-(-shape[0] // form.block[0]), -(-shape[1] // form.block[1])),)
-    return {f"{module}.weight": Stored(("F8_E4M3",), (shape,)), f"{module}.{form.scale}": Stored(SCALES, shapes)}
+    names = [f"{module}.{name}" for name in SCALE_NAMES]
+    scale = names[1] if names[1] in found else names[0]
+    return {f"{module}.weight": Stored(("F8_E4M3",), (shape,)), scale: Stored(SCALES, shapes)}
 
 
 def _stored_mxfp4(module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -104,7 +144,7 @@ def read_float8(
 ) -> torch.Tensor:
     """Rows of a matrix of 8-bit floats, a slice or their indices, with their scales: float32 `[n, columns]`."""
     values = tensors[f"{module}.weight"][rows, columns].float()
-    scales = tensors[f"{module}.{form.scale}"].float()
+    (scales,) = (tensors[name].float() for name in tensors if name.endswith(SCALE_NAMES))
     if form.block is None:
         return values * (scales.view(-1, 1)[rows] if scales.numel() > 1 else scales.view(1, 1))
     indices = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -114,15 +154,19 @@ def read_float8(
 
 
 def read_integers(
-    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice, columns: slice
+    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice | torch.Tensor, columns: slice
 ) -> Integers:
     """Rows of a matrix of integers. `columns` begins and ends with a group, or is all of them.
 
+    rows: a slice; or their indices, unless the form is transposed.
+
     Raises CheckpointError if groups are not equally large, or zero points are not what the config says.
     """
-    in_features = columns.stop - columns.start
-    group = form.group_size or in_features
-    groups = slice(columns.start // group, columns.stop // group)
+    group = form.group_size
+    groups = slice(columns.start // group, columns.stop // group) if group else slice(1)
+    if not form.transposed:
+        return _read_compressed(form, tensors, module, rows, columns, groups)
+    assert isinstance(rows, slice)
     word = 32 // form.bits
     offset = 1 << (form.bits - 1)
     words = slice(rows.start // word, -(-rows.stop // word))
@@ -138,12 +182,44 @@ def read_integers(
         values = _gptq_columns(packed.T, form.bits).T
     if not form.zero_points and not bool((zeros == offset).all()):
         raise CheckpointError(f"{module}: its zero points are not {offset}, but quantization_config says sym=true")
-    order = _order(tensors.get(f"{module}.g_idx"), module, columns, group)
+    order = _order(tensors.get(f"{module}.g_idx"), module, columns, form.group_size)
     values = (values if order is None else values[order]) - offset
     return Integers(
         values.to(torch.int8).T.contiguous(),
         (zeros - offset).to(torch.int8).T.contiguous() if form.zero_points else None,
         tensors[f"{module}.scales"][groups, rows].float().T.contiguous(),
+        order,
+    )
+
+
+def _read_compressed(
+    form: WeightFormat,
+    tensors: Mapping[str, torch.Tensor],
+    module: str,
+    rows: slice | torch.Tensor,
+    columns: slice,
+    groups: slice,
+) -> Integers:
+    """The same of compressed-tensors. What is packed has the integers less the smallest one."""
+    word, smallest = 32 // form.bits, -(1 << (form.bits - 1))
+    zeros = tensors.get(f"{module}.weight_zero_point")
+    if form.method == "packed":
+        packed = tensors[f"{module}.weight_packed"][rows, columns.start // word : columns.stop // word]
+        values = _gptq_columns(packed, form.bits) + smallest
+        zeros = None if zeros is None else _gptq_columns(zeros.T, form.bits).T + smallest
+    else:
+        values = tensors[f"{module}.weight"][rows, columns]
+
+    def of_groups(numbers: torch.Tensor) -> torch.Tensor:
+        if numbers.numel() == 1:
+            return numbers.view(1, 1).expand(len(values), -1)
+        return numbers[rows, groups]
+
+    order = _order(tensors.get(f"{module}.weight_g_idx"), module, columns, form.group_size)
+    return Integers(
+        (values if order is None else values[:, order]).to(torch.int8),
+        None if zeros is None else of_groups(zeros).to(torch.int8),
+        of_groups(tensors[f"{module}.weight_scale"]).float(),
         order,
     )
 
@@ -159,9 +235,9 @@ def _awq_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     return _gptq_columns(words, bits).unflatten(1, (-1, len(AWQ_PLACES)))[..., list(AWQ_PLACES)].flatten(1)
 
 
-def _order(g_idx: torch.Tensor | None, module: str, columns: slice, group: int) -> torch.Tensor | None:
+def _order(g_idx: torch.Tensor | None, module: str, columns: slice, group: int | None) -> torch.Tensor | None:
     """The order that brings the columns of a group together; None if they are together already."""
-    if g_idx is None:
+    if g_idx is None or group is None:
         return None
     in_order = torch.arange(len(g_idx)) // group
     if torch.equal(g_idx.long(), in_order):

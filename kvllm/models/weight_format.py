@@ -10,19 +10,20 @@ from kvllm.errors import CheckpointError
 
 METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 """Values of `quant_method` that most families compute."""
-UNQUANTIZED = ("lm_head", "embed_tokens", "norm")
-"""What a list of modules that are not quantized may name: no method quantizes them here anyway."""
+FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+"""Of compressed-tensors."""
 
 
 class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the matrices of all layers are stored; the embedding, the norms and the head are as in other checkpoints.
+    """How a checkpoint stores the matrices of its layers that it quantizes. Which ones these are, its tensors tell.
 
-    method: "awq", "gptq", "float8", or "mxfp4" where only experts are quantized.
+    method: "awq", "gptq", "packed" and "bytes" for the integers of compressed-tensors, "float8", or "mxfp4" where only
+        experts are quantized.
     bits: of a weight.
     group_size: weights of a row that share a scale; None for the whole row.
     zero_points: a group has a zero point, too. plain_zeros: it is stored as it is, and not less one.
+    ordered: a tensor says which group each column is in.
     block: rows and columns that share a scale, with "float8"; None for one scale to a row or to the matrix.
-    scale: the name of the tensor of scales.
     """
 
     method: str
@@ -30,12 +31,17 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int | None = None
     zero_points: bool = False
     plain_zeros: bool = False
+    ordered: bool = False
     block: tuple[int, int] | None = None
-    scale: str = "scales"
 
     @property
     def integers(self) -> bool:
-        """Whether weights stay integers. Those of other forms are expanded while they are read."""
+        """Whether weights stay integers on a CPU. Those of other forms are expanded while they are read."""
+        return self.method in ("awq", "gptq", "packed", "bytes")
+
+    @property
+    def transposed(self) -> bool:
+        """Whether a file has columns of a matrix in the place of rows, and numbers of several rows in a word."""
         return self.method in ("awq", "gptq")
 
 
@@ -44,7 +50,6 @@ class _Awq(msgspec.Struct):
     group_size: int
     zero_point: bool = True
     version: str = "gemm"
-    modules_to_not_convert: list[str] | None = None
 
 
 class _Gptq(msgspec.Struct):
@@ -54,14 +59,11 @@ class _Gptq(msgspec.Struct):
     checkpoint_format: str = "gptq"
     lm_head: bool = False
     dynamic: dict[str, Any] | None = None
-    modules_to_not_convert: list[str] | None = None
 
 
 class _Fp8(msgspec.Struct):
     weight_block_size: tuple[int, int] | None = None
     fmt: str = "e4m3"
-    activation_scheme: str = "dynamic"
-    modules_to_not_convert: list[str] | None = None
 
 
 class _CompressedWeights(msgspec.Struct):
@@ -69,24 +71,18 @@ class _CompressedWeights(msgspec.Struct):
     type: str
     strategy: str
     symmetric: bool = True
+    group_size: int | None = None
     block_structure: tuple[int, int] | None = None
-
-
-class _CompressedInputs(msgspec.Struct):
-    dynamic: bool | str = True
+    actorder: str | bool | None = None
 
 
 class _CompressedGroup(msgspec.Struct):
-    targets: list[str]
     weights: _CompressedWeights
-    input_activations: _CompressedInputs | None = None
 
 
 class _Compressed(msgspec.Struct):
     format: str
     config_groups: dict[str, _CompressedGroup]
-    ignore: list[str] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
 
 
 def read_weight_format(settings: dict[str, Any], methods: tuple[str, ...] = METHODS) -> WeightFormat:
@@ -115,7 +111,6 @@ def _awq(keys: _Awq) -> WeightFormat:
     _require("bits", keys.bits, (4,))
     _require("version", keys.version.lower(), ("gemm",))
     _require("zero_point", keys.zero_point, (True,))
-    _check_unquantized(keys.modules_to_not_convert)
     return WeightFormat(
         method="awq", bits=4, group_size=_group_size(keys.group_size, 4), zero_points=True, plain_zeros=True
     )
@@ -125,41 +120,46 @@ def _gptq(keys: _Gptq) -> WeightFormat:
     _require("bits", keys.bits, (4, 8))
     _require("checkpoint_format", keys.checkpoint_format, ("gptq", "gptq_v2"))
     _require("lm_head", keys.lm_head, (False,))
-    _require("dynamic", keys.dynamic or None, (None,))
-    _check_unquantized(keys.modules_to_not_convert)
+    if changed := [name for name in keys.dynamic or () if not name.startswith("-")]:
+        _refuse("dynamic", changed[0], "patterns that begin with '-', whose modules are not quantized")
     return WeightFormat(
         method="gptq",
         bits=keys.bits,
         group_size=_group_size(keys.group_size, keys.bits),
         zero_points=not keys.sym,
         plain_zeros=keys.checkpoint_format == "gptq_v2",
+        ordered=True,
     )
 
 
 def _fp8(keys: _Fp8) -> WeightFormat:
     _require("fmt", keys.fmt, ("e4m3",))
-    _require("activation_scheme", keys.activation_scheme, ("dynamic",))
-    if keys.weight_block_size is None:
-        _refuse("weight_block_size", None, "the size of a block, such as [128, 128]")
-    _check_unquantized(keys.modules_to_not_convert)
-    return WeightFormat(method="float8", bits=8, block=_block(keys.weight_block_size), scale="weight_scale_inv")
+    return WeightFormat(method="float8", bits=8, block=keys.weight_block_size and _block(keys.weight_block_size))
 
 
 def _compressed(keys: _Compressed) -> WeightFormat:
-    _require("format", keys.format, ("float-quantized",))
+    _require("format", keys.format, FORMATS)
     _require("config_groups", len(keys.config_groups), (1,))
-    _require("kv_cache_scheme", keys.kv_cache_scheme, (None,))
     (group,) = keys.config_groups.values()
-    _require("targets", group.targets, (["Linear"],))
-    _require("num_bits", group.weights.num_bits, (8,))
-    _require("type", group.weights.type, ("float",))
-    _require("symmetric", group.weights.symmetric, (True,))
-    _require("strategy", group.weights.strategy, ("tensor", "channel", "block"))
-    if group.input_activations is not None:
-        _require("dynamic", bool(group.input_activations.dynamic), (True,))
-    _check_unquantized(keys.ignore)
-    block = _block(group.weights.block_structure) if group.weights.strategy == "block" else None
-    return WeightFormat(method="float8", bits=8, block=block, scale="weight_scale")
+    weights = group.weights
+    _require("type", weights.type, ("float", "int"))
+    if weights.type == "float":
+        _require("num_bits", weights.num_bits, (8,))
+        _require("symmetric", weights.symmetric, (True,))
+        _require("strategy", weights.strategy, ("tensor", "channel", "block"))
+        block = _block(weights.block_structure) if weights.strategy == "block" else None
+        return WeightFormat(method="float8", bits=8, block=block)
+    packed = keys.format == "pack-quantized"
+    _require("num_bits", weights.num_bits, (4, 8) if packed else (8,))
+    _require("strategy", weights.strategy, ("tensor", "channel", "group"))
+    size = weights.group_size if weights.strategy == "group" else -1
+    return WeightFormat(
+        method="packed" if packed else "bytes",
+        bits=weights.num_bits,
+        group_size=_group_size(0 if size is None else size, weights.num_bits),
+        zero_points=not weights.symmetric,
+        ordered=weights.actorder in (True, "group"),
+    )
 
 
 def _group_size(size: int, bits: int) -> int | None:
@@ -173,13 +173,6 @@ def _block(size: tuple[int, int] | None) -> tuple[int, int]:
     if size is None or min(size) < 1:
         _refuse("the size of a block", size, "two numbers of at least 1")
     return size
-
-
-def _check_unquantized(names: list[str] | None) -> None:
-    for name in names or []:
-        router = name.rstrip("$").endswith("gate")
-        if not router and not any(kind in name for kind in UNQUANTIZED):
-            _refuse("a list of modules that are not quantized", name, "lm_head, embeddings, norms and routers")
 
 
 def _require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

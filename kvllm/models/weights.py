@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvllm._extension import operator
-from kvllm.errors import CheckpointError, ConfigError
+from kvllm.errors import CheckpointError
 from kvllm.files.groups import GroupForm, Groups
 from kvllm.lora.product import AdaptedMatrix
 from kvllm.memory_pages import use_huge_pages
@@ -37,12 +37,10 @@ class Packing:
     """How the weights of a model are packed, and the memory that they lie in.
 
     bits: 8 or 4 for integers that are made while the model is loaded, None for the dtype as it is.
-    form: of a quantized checkpoint, or None.
     """
 
-    def __init__(self, bits: int | None = None, form: WeightFormat | None = None) -> None:
+    def __init__(self, bits: int | None = None) -> None:
         self.bits = bits
-        self.form = form
         self._free = torch.empty(0, dtype=torch.uint8)
 
     @cached_property
@@ -73,7 +71,8 @@ class LinearWeight:
         integer like the weights, and multiplies the negative sum of as many channels of the group. So the same kernels
         compute it, and round the sums as they round channels.
     order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
-    form: how the file's integers are held, set before `allocate`; None for all other weights.
+    form: how the integers of a GGUF file are held. integers: the form of a quantized checkpoint whose integers are
+        held. Both are set before `allocate`, and None for all other weights.
     adapters: that may be added to its products; None where there are none.
     """
 
@@ -85,6 +84,7 @@ class LinearWeight:
         self.sums = 0
         self.order: torch.Tensor | None = None
         self.form: GroupForm | None = None
+        self.integers: WeightFormat | None = None
         self.adapters: AdaptedMatrix | None = None
 
     @classmethod
@@ -105,8 +105,8 @@ class LinearWeight:
             shape = packed_shape(tiles, columns, self.form)
             self.packed = packing.zeros(shape, PACKED_DTYPES[self.form.bits])
             self.scales = packing.zeros(scales_shape(tiles, columns, self.form), torch.float16)
-        elif packing and packing.form and packing.form.integers:
-            self._allocate_integers(packing, packing.form, tiles)
+        elif packing and self.integers:
+            self._allocate_integers(packing, self.integers, tiles)
         elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
         elif packing.bits and (group := group_size(columns, packing.bits)):
@@ -119,13 +119,7 @@ class LinearWeight:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
 
     def _allocate_integers(self, packing: Packing, form: WeightFormat, tiles: int) -> None:
-        group = form.group_size or self.in_features
-        if self.in_features % group:
-            raise ConfigError(
-                f"the ranks' parts of rows have {self.in_features} weights, and the checkpoint's groups of {group} do "
-                "not divide them: lower tensor_parallel_size"
-            )
-        groups = self.in_features // group
+        groups = self.in_features // (form.group_size or self.in_features)
         self.sums = 32 // form.bits if form.zero_points else 0
         self.packed = packing.zeros(*packed_form(tiles, self.in_features + groups * self.sums, form.bits))
         self.scales = packing.zeros((tiles, groups, TILE), torch.float32)

@@ -211,18 +211,13 @@ def check_device(settings: RunnerSettings, device: str) -> None:
         check_device(settings.draft, device)
     if device != "cuda":
         return
-    engine, form = settings.engine, settings.model.weight_format
+    engine = settings.engine
     if engine.speculation and engine.speculation.method == "self":
         raise ConfigError(
             'speculative_config method="self" drafts on a CPU only, not on a GPU: use another, or device="cpu"'
         )
     if settings.quantization not in (None, EXPANDED):
         raise ConfigError(f"quantization={settings.quantization!r} is computed on a CPU only: leave it out on a GPU")
-    if form and form.integers:
-        raise ConfigError(
-            f"{settings.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
-            'checkpoint of floating point, or device="cpu"'
-        )
     if engine.recalls:
         raise ConfigError(
             "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "

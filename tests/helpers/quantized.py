@@ -149,3 +149,29 @@ def float8(block: tuple[int, int] | str, name: str, dtype: torch.dtype = torch.f
         return {"weight": stored, name: scales.view(1) if block == "tensor" else scales}, values
 
     return quantize
+
+
+def compressed_integers(bits: int, group: int, symmetric: bool, packed: bool, ordered: bool = False) -> Quantize:
+    """group: -1 for a row. packed: as "pack-quantized" has them, else as "int-quantized"."""
+    make = gptq(bits, group, symmetric, ordered)
+    half = 2 ** (bits - 1)
+
+    def quantize(matrix: torch.Tensor, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts, values = make(matrix, generator)
+        groups = parts["g_idx"].numpy()
+        count = groups.max() + 1
+        integers, scales, zeros, _ = groups_of(matrix, matrix.shape[1] // count, bits, symmetric, groups)
+        found = {"weight_scale": torch.from_numpy(scales.T.copy())}
+        if packed:
+            found |= {"weight_packed": words(integers.T, bits), "weight_shape": torch.tensor(matrix.shape)}
+            stored_zeros = words(zeros, bits).T
+        else:
+            found["weight"] = torch.from_numpy((integers.T - half).astype(np.int8))
+            stored_zeros = torch.from_numpy((zeros.T - half).astype(np.int8))
+        if not symmetric:
+            found["weight_zero_point"] = stored_zeros
+        if ordered:
+            found["weight_g_idx"] = parts["g_idx"]
+        return found, values
+
+    return quantize

@@ -391,7 +391,6 @@ def test_the_nearest_family_of_a_config_that_is_refused(tmp_path: Path, family: 
         ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 3, more than 1 of 4 groups have"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave is false"),
         ("deepseek-v3", {"kv_lora_rank": 0}, "the sizes of latent attention are .* but must be at least 1"),
-        ("deepseek-v3", {"quantization_config": {"quant_method": "awq"}}, "quantized by 'awq': kvllm computes fp8"),
         ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .* for each of 3 layers"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts is 4: experts beside an MLP for all tokens"),
         ("granite4", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned' instead of 'rope'"),

@@ -808,6 +808,45 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         },
         "torch_dtype": "bfloat16",
     },
+    "Ministral-3-8B-Instruct-2512": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "model_type": "mistral3",
+        "quantization_config": {
+            "activation_scheme": "static",
+            "dequantize": False,
+            "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+            "quant_method": "fp8",
+            "weight_block_size": None,
+        },
+        "text_config": {
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 262144,
+            "model_type": "ministral3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 131072,
+        },
+    },
     "Qwen2.5-VL-7B-Instruct": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "bos_token_id": 151643,
@@ -870,6 +909,7 @@ TEXTS = {
     "gemma-4-31B-it": ("Gemma4ForCausalLM", 60, 32, 8, 512, True, 1e6, (1, 106)),
     "gemma-3-4b-it": ("Gemma3ForCausalLM", 34, 8, 4, 256, True, 1e6, (1, 106)),
     "Mistral-Small-3.1-24B-Instruct-2503": ("MistralForCausalLM", 40, 32, 8, 128, False, 1e9, ()),
+    "Ministral-3-8B-Instruct-2512": ("Ministral3ForCausalLM", 34, 32, 8, 128, False, 1e6, ()),
     "Qwen2.5-VL-7B-Instruct": ("Qwen2ForCausalLM", 28, 28, 4, 128, False, 1e6, (151645,)),
     "Qwen3-VL-4B-Instruct-FP8": ("Qwen3ForCausalLM", 36, 32, 8, 128, True, 5e6, (151645,)),
 }
@@ -883,8 +923,8 @@ def test_text_models_of_multimodal_checkpoints(tmp_path: Path, name: str) -> Non
     assert (*sizes, c.rope.theta, c.eos_token_ids) == TEXTS[name]
     assert c.dtype == "bfloat16" and [c.text_of] == MULTIMODAL[name]["architectures"]
     assert any(layer.window for layer in c.layers) == name.startswith("gemma")  # null says none
-    assert (c.weight_format is not None) == name.endswith("FP8")
-    assert load_model_config(tmp_path, {"max_position_embeddings": 512}).max_position_embeddings == 512
+    assert (c.weight_format is not None) == ("quantization_config" in MULTIMODAL[name])
+    assert load_model_config(tmp_path, {"rms_norm_eps": 0.5}).rms_norm_eps == 0.5
 
 
 WEIGHTS = {

@@ -23,7 +23,7 @@ from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit
 from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
-from tests.helpers.quantized import QWEN3, Quantize, awq, float8, gptq, quantize_checkpoint
+from tests.helpers.quantized import QWEN3, Quantize, awq, compressed_integers, float8, gptq, quantize_checkpoint
 from tests.helpers.thread_shard import ThreadShard
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -31,17 +31,22 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}
 
 
-def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+def compressed(strategy: str, form: str = "float-quantized", **weights: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": form,
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
 
 
+def packed(bits: int, group: int, **weights: Any) -> dict[str, Any]:
+    return compressed("group", "pack-quantized", type="int", num_bits=bits, group_size=group, **weights)
+
+
+PACKED = packed(4, 32)
 CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "awq": (AWQ, awq(32)),
     "awq-row": ({**AWQ, "group_size": -1, "modules_to_not_convert": ["lm_head"]}, awq(-1)),
@@ -58,6 +63,20 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "compressed-channel": (compressed("channel"), float8("channel", "weight_scale")),
     "compressed-tensor": (compressed("tensor"), float8("tensor", "weight_scale")),
     "compressed-block": (compressed("block", block_structure=[32, 32]), float8((32, 32), "weight_scale")),
+    "fp8-tensor": (
+        {**FP8, "activation_scheme": "static", "weight_block_size": None},
+        float8("tensor", "weight_scale_inv"),
+    ),
+    "packed": (PACKED, compressed_integers(4, 32, True, True)),
+    "packed-zeros": (packed(4, 64, symmetric=False), compressed_integers(4, 64, False, True)),
+    "packed-zeros8": (packed(8, 32, symmetric=False), compressed_integers(8, 32, False, True)),
+    "packed-order": (packed(4, 32, actorder="group"), compressed_integers(4, 32, True, True, True)),
+    "packed8-row": (compressed("channel", "pack-quantized", type="int"), compressed_integers(8, -1, True, True)),
+    "bytes": (compressed("channel", "int-quantized", type="int"), compressed_integers(8, -1, True, False)),
+    "bytes-zeros": (
+        compressed("channel", "int-quantized", type="int", symmetric=False),
+        compressed_integers(8, -1, False, False),
+    ),
 }
 
 
@@ -93,10 +112,51 @@ def test_weights_have_the_values_of_the_checkpoint(tmp_path: Path, case: str) ->
         torch.testing.assert_close(quantized, plain, rtol=2e-6, atol=2e-7)
 
 
-def test_float8_of_latent_attention(tmp_path: Path) -> None:
-    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["fp8"], FAMILIES["deepseek-v3"])
+@pytest.mark.parametrize(("case", "error"), [("fp8", 1e-5), ("bytes", 1e-3)])
+def test_latent_attention(tmp_path: Path, case: str, error: float) -> None:
+    """The matrix from latents to heads is expanded, whatever the form is."""
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case], FAMILIES["deepseek-v3"])
     expected, found = (PagedModel(*load(tmp_path / name)).logits({0: tokens(20)}) for name in ("plain", "quantized"))
-    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (found - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-order-zeros", "packed-order", "bytes-zeros"])
+def test_expanded_integers(tmp_path: Path, case: str) -> None:
+    """As on a GPU."""
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
+    expected, found = (list(matrices(load(tmp_path / name, expand=True)[0])) for name in ("plain", "quantized"))
+    for plain, quantized in zip(expected, found, strict=True):
+        torch.testing.assert_close(quantized, plain, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-order", "fp8", "packed-zeros", "bytes"])
+def test_matrices_that_are_not_quantized(tmp_path: Path, case: str) -> None:
+    """The tensors say which they are. A product of several holds integers if all of them do."""
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
+    file = tmp_path / "quantized" / "model.safetensors"
+    stored, values = load_file(file), load_file(tmp_path / "plain" / "model.safetensors")
+    for module in ("layers.0.self_attn.k_proj", "layers.1.self_attn.o_proj", "layers.2.mlp.up_proj"):
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.{module}.")}
+        stored[f"model.{module}.weight"] = values[f"model.{module}.weight"]
+    save_file(stored, file)
+    model, _ = load(tmp_path / "quantized")
+    expected = list(matrices(load(tmp_path / "plain")[0]))
+    for plain, quantized in zip(expected, matrices(model), strict=True):
+        torch.testing.assert_close(quantized, plain, rtol=2e-6, atol=2e-7)
+    held = [layer.attention.qkv.weight.scales is not None for layer in model.layers]
+    assert held == [False, case != "fp8", case != "fp8"]
+
+
+def test_scales_of_activations_are_not_read(tmp_path: Path) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["fp8-tensor"])
+    file = tmp_path / "quantized" / "model.safetensors"
+    stored, expected = load_file(file), PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(5)})
+    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.activation_scale", "self_attn.k_scale")]
+    save_file(stored | {name: torch.ones(()) for name in names}, file)
+    assert torch.equal(PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(5)}), expected)
+    save_file(stored | {"model.layers.0.mlp.up_proj.other_scale": torch.ones(())}, file)
+    with pytest.raises(CheckpointError, match=r"has unknown model.layers.0.mlp.up_proj.other_scale"):
+        load(tmp_path / "quantized")
 
 
 def matrices(model: Decoder) -> Iterator[torch.Tensor]:
@@ -141,7 +201,9 @@ def on_two_ranks(path: Path, token_ids: list[int]) -> list[torch.Tensor]:
         return list(pool.map(run, range(2)))
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq8", "fp8", "compressed-channel"])
+@pytest.mark.parametrize(
+    "case", ["awq", "awq-row", "gptq8", "gptq-row", "fp8", "compressed-channel", "packed-zeros8", "bytes-zeros"]
+)
 def test_two_ranks_equal_one(tmp_path: Path, case: str) -> None:
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
     expected = PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(20)})
@@ -152,6 +214,7 @@ def test_two_ranks_equal_one(tmp_path: Path, case: str) -> None:
 def test_ranks_that_cannot_share_a_matrix(tmp_path: Path) -> None:
     for case, error, message in (
         ("gptq-order", CheckpointError, "o_proj: its columns are in the order of desc_act, .* tensor_parallel_size=1"),
+        ("packed-order", CheckpointError, "o_proj: its columns are in the order of desc_act"),
         ("gptq-zeros", ConfigError, "have 32 weights, and the checkpoint's groups of 64 do not divide them"),
     ):
         quantize_checkpoint(tmp_path / f"{case}-plain", tmp_path / case, *CASES[case])
@@ -164,10 +227,14 @@ def test_an_engine_runs_a_quantized_checkpoint(tmp_path: Path) -> None:
     options = {"dtype": "float32", "num_gpu_blocks_override": 8, "block_size": 16}
     greedy = SamplingParams(temperature=0, max_tokens=12)
     texts = [
-        LLM(path, **options).generate([tokens(20)], greedy, use_tqdm=False)[0].outputs[0].token_ids
-        for path in (tmp_path / "plain", tmp_path / "quantized")
+        LLM(path, **options, **more).generate([tokens(20)], greedy, use_tqdm=False)[0].outputs[0].token_ids
+        for path, more in (
+            (tmp_path / "plain", {}),
+            (tmp_path / "quantized", {}),
+            (tmp_path / "quantized", {"quantization": "dtype"}),
+        )
     ]
-    assert texts[0] == texts[1] and len(texts[0]) == 12
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 12
     with pytest.raises(ConfigError, match="quantization='int8' makes weights .* is quantized already: leave it out"):
         LLM(tmp_path / "quantized", quantization="int8", **options)
 
@@ -182,16 +249,15 @@ def test_an_engine_runs_a_quantized_checkpoint(tmp_path: Path) -> None:
         ({**AWQ, "zero_point": False}, "zero_point is False"),
         ({**AWQ, "group_size": 12}, "group_size is 12, and kvllm computes -1, or a multiple of 8"),
         ({**AWQ, "group_size": 48}, "weights of 4 bits in groups of 48 need multiples of 8 and of 48"),
-        ({**AWQ, "modules_to_not_convert": ["model.layers.0"]}, "'model.layers.0', and kvllm computes lm_head"),
         ({**GPTQ, "bits": 2}, "bits is 2, and kvllm computes 4 or 8"),
         ({**GPTQ, "bits": "4"}, "Expected `int`, got `str`"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', and kvllm computes 'gptq' or"),
-        ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic is "),
-        ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static', and kvllm computes 'dynamic'"),
-        ({**FP8, "weight_block_size": None}, "weight_block_size is None"),
-        ({**compressed("group"), "format": "pack-quantized"}, "format is 'pack-quantized'"),
+        ({**GPTQ, "dynamic": {"-:.*": {}, "+:.*mlp": {"bits": 8}}}, "dynamic is '\\+:.*mlp'"),
+        ({**FP8, "weight_block_size": [0, 128]}, "the size of a block is \\(0, 128\\)"),
+        (compressed("group", "nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
         (compressed("group"), "strategy is 'group', and kvllm computes 'tensor' or 'channel' or 'block'"),
-        (compressed("channel", type="int"), "type is 'int', and kvllm computes 'float'"),
+        (packed(3, 32), "num_bits is 3, and kvllm computes 4 or 8"),
+        (packed(4, 12), "group_size is 12"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
