@@ -84,7 +84,7 @@ REFUSED: Refused = {
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "pipeline_parallel_size": ((1,), "layers are not spread over ranks: use tensor_parallel_size"),
     "enable_expert_parallel": ((False,), "experts are shared out as all weights are: use tensor_parallel_size"),
-    "cpu_offload_gb": ((0,), "weights stay on their device: use a smaller dtype, or quantization on a CPU"),
+    "cpu_offload_gb": ((0,), "weights stay on their device: use a smaller dtype, or quantization"),
     "compilation_config": (({}, 0), "decode steps are CUDA graphs, unless enforce_eager is set"),
     "structured_outputs_config": (
         ({}, *({"backend": name} for name in ("auto", "guidance"))),
@@ -179,8 +179,8 @@ class EngineArgs:
             "auto" for the fastest of those that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
-        quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU. "dtype": the
-            integers of a GGUF file, which a CPU computes with, are expanded to `dtype`.
+        quantization: "int8" or "int4": weights of so many bits, made when the model is loaded. "dtype": the integers of
+            a file, which are computed with otherwise, are expanded to `dtype`.
         enable_lora: let requests name LoRA adapters (docs/models.md).
         max_loras: most adapters that are in use at once; requests with further ones wait.
         max_lora_rank: the largest rank of an adapter, up to 64.

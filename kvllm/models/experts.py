@@ -88,6 +88,9 @@ class GroupedLinear:
         if x.is_cuda:
             from kvllm.kernels.grouped_linear import grouped_linear
 
+            if self.weight.quantized is not None:
+                experts = (self.num_experts, self.stride, rows.ends)
+                return self.weight.quantized.multiply(x, bias, self.out_features, experts)
             weight = self.weight.tensor.unflatten(0, (self.num_experts, self.stride))[:, : self.out_features]
             return grouped_linear(x, weight, bias, rows.ends)
         out = x.new_empty(len(x), self.out_features)

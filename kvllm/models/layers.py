@@ -15,6 +15,7 @@ import torch
 
 from kvllm.files.groups import GroupForm, Groups
 from kvllm.models.config import ModelConfig
+from kvllm.models.quantized_matrix import QuantizedMatrix
 from kvllm.models.quantized_tensors import Integers
 from kvllm.models.rotary import channel_order
 from kvllm.models.weight_format import WeightFormat
@@ -97,6 +98,12 @@ class Weight:
             self.target.matrix.write_integers(self.target.first + first, values)
         else:
             self.target.matrix.write(self.target.first + first, values)
+
+
+def quantized_matrices(weights: dict[str, Weight]) -> list[QuantizedMatrix]:
+    """Those of a model that a GPU holds as integers."""
+    matrices = {each.target.matrix for each in weights.values() if isinstance(each.target, MatrixRows)}
+    return [matrix.quantized for matrix in matrices if matrix.quantized is not None]
 
 
 def whole(target: torch.Tensor, offset: float = 0.0, order: torch.Tensor | None = None) -> Weight:

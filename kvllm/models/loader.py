@@ -34,7 +34,7 @@ from kvllm.models.quantized_tensors import (
     stored_tensors,
 )
 from kvllm.models.weight_format import WeightFormat
-from kvllm.models.weights import PACKABLE_DTYPES, LinearWeight, MatrixRows, Packing, strips
+from kvllm.models.weights import LinearWeight, MatrixRows, Packing, strips
 from kvllm.parallel import Shard
 
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -58,7 +58,7 @@ def load_model(
 ) -> Decoder:
     """The model of the checkpoint `path`, converted to `dtype`, or with weights of 8 or 4 `bits`.
 
-    On a CPU, without `bits`, matrices that a file has as integers in groups stay so, unless `expand` is true.
+    Without `bits`, matrices that a file has as integers in groups stay so, unless `expand` is true.
 
     Raises CheckpointError if there are no files of weights, one lies outside of `path` or cannot be read, or they hold
     other tensors than `config` implies; ConfigError if the ranks cannot share the model out equally.
@@ -79,7 +79,7 @@ def load_model(
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = empty_model(config, shard, dtype, device, max_model_len)
-        if device.type == "cpu" and dtype in PACKABLE_DTYPES and not (bits or expand):
+        if not (bits or expand):
             _hold_as_in_file(model.weights(), found)
             _hold_integers(model.weights(), quantized)
         model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])

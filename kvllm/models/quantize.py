@@ -25,25 +25,22 @@ def group_size(in_features: int, bits: int) -> int | None:
 
 
 def packed_form(tiles: int, in_features: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the integers that `quantize` makes."""
+    """Shape and dtype of the integers of tiles."""
     shape = (tiles, in_features * bits // 32, TILE)
     return ((*shape, WORD), torch.int8) if bits == 8 else (shape, torch.int32)
 
 
 def quantize(matrix: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix `[out, in]` as integers: words int32 `[out, words]`, and scales float32 `[out, in / group]`.
-
-    A word has four integers of 8 bits or eight of 4, the lowest bits first.
-    """
+    """A matrix `[out, in]` as integers, int8 `[out, in]`, and scales float32 `[out, in / group]`."""
     weights = matrix.float().unflatten(1, (-1, group))
     largest = weights.gather(2, weights.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     integers = (weights / scales.masked_fill(scales == 0, 1)).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return pack_integers(integers.flatten(1).to(torch.int8), bits), scales.squeeze(2)
+    return integers.flatten(1).to(torch.int8), scales.squeeze(2)
 
 
 def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 `[out, in]` -> words, as `quantize` returns them."""
+    """int8 `[out, in]` -> int32 `[out, words]`: four integers of 8 bits or eight of 4, the lowest bits first."""
     if bits == 8:
         return integers.contiguous().view(torch.int32)
     low, high = integers.contiguous().view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)

@@ -18,6 +18,7 @@ from kvllm.files.groups import GroupForm, Groups
 from kvllm.lora.product import AdaptedMatrix
 from kvllm.memory_pages import use_huge_pages
 from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, pack_integers, packed_form, quantize
+from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
 from kvllm.models.quantized_tensors import Integers
 from kvllm.models.weight_format import WeightFormat
 
@@ -63,13 +64,14 @@ class Packing:
 class LinearWeight:
     """A matrix `[out_features, in_features]`. `allocate` makes room for it, then `write` fills it, some rows at a time.
 
-    tensor: the matrix as it is; `[0, in_features]` where it is packed.
+    tensor: the matrix as it is; `[0, in_features]` where it is packed or quantized.
     packed: the matrix in tiles of 16 rows (csrc/cpu, `pack_weight`), on a CPU alone. A product reads that memory once,
         in order, for any few rows, and a row of the result has the same bits whatever other rows there are.
     scales: of a packed matrix of integers (`quantize`).
     sums: channels that each group has beside its weights, where groups have zero points. Each is the zero point, as an
         integer like the weights, and multiplies the negative sum of as many channels of the group. So the same kernels
         compute it, and round the sums as they round channels.
+    quantized: a matrix of integers on a GPU.
     order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
     form: how the integers of a GGUF file are held. integers: the form of a quantized checkpoint whose integers are
         held. Both are set before `allocate`, and None for all other weights.
@@ -82,6 +84,7 @@ class LinearWeight:
         self.packed: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
         self.sums = 0
+        self.quantized: QuantizedMatrix | None = None
         self.order: torch.Tensor | None = None
         self.form: GroupForm | None = None
         self.integers: WeightFormat | None = None
@@ -101,7 +104,9 @@ class LinearWeight:
         CPU, and where its rows do not fill words of 32 bits."""
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
-        if packing and self.form:
+        if packing and not self.tensor.is_cpu and (integers := self._integers(packing.bits)):
+            self.quantized = QuantizedMatrix.of((self.out_features, columns), integers, self.tensor.device)
+        elif packing and self.form:
             shape = packed_shape(tiles, columns, self.form)
             self.packed = packing.zeros(shape, PACKED_DTYPES[self.form.bits])
             self.scales = packing.zeros(scales_shape(tiles, columns, self.form), torch.float16)
@@ -118,6 +123,18 @@ class LinearWeight:
         else:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
 
+    def _integers(self, bits: int | None) -> IntegerGroups | None:
+        """Those that a GPU holds of this matrix, if it holds integers. bits: of those that are made."""
+        columns, found = self.in_features, None
+        if self.form:
+            found = IntegerGroups(self.form.bits, self.form.group, self.form.minimums, torch.float16)
+        elif self.integers:
+            form = self.integers
+            found = IntegerGroups(form.bits, form.group_size or columns, form.zero_points)
+        elif bits and (group := group_size(columns, bits)):
+            found = IntegerGroups(bits, group)
+        return found if found and found.are_multiplied(columns, self.tensor.dtype) else None
+
     def _allocate_integers(self, packing: Packing, form: WeightFormat, tiles: int) -> None:
         groups = self.in_features // (form.group_size or self.in_features)
         self.sums = 32 // form.bits if form.zero_points else 0
@@ -127,31 +144,35 @@ class LinearWeight:
     def write(self, first: int, rows: torch.Tensor) -> None:
         """Fill the rows from `first` on with `rows` `[n, in_features]` of floating point."""
         rows = rows.to(self.tensor)
-        if self.packed is None:
+        if self.quantized is not None:
+            self.quantized.write(first, *quantize(rows, self.quantized.bits, self.quantized.group))
+        elif self.packed is None:
             self.tensor[first : first + len(rows)] = rows
-            return
-        if self.scales is None:
+        elif self.scales is None:
             _tile(rows, first, self.packed)
-            return
-        bits, group = 8 if self.packed.dtype == torch.int8 else 4, self.in_features // self.scales.shape[1]
-        integers, scales = quantize(rows, bits, group)
-        _tile(integers, first, self.packed)
-        _tile(scales, first, self.scales)
+        else:
+            bits, group = 8 if self.packed.dtype == torch.int8 else 4, self.in_features // self.scales.shape[1]
+            integers, scales = quantize(rows, bits, group)
+            _tile(pack_integers(integers, bits), first, self.packed)
+            _tile(scales, first, self.scales)
 
     def write_integers(self, first: int, rows: Integers) -> None:
         """Fill the rows from `first` on. All rows of a matrix have one order of columns.
 
         Raises CheckpointError if they have not.
         """
-        assert self.packed is not None and self.scales is not None
-        values, scales = rows.values, rows.scales.float()
         if first == 0:
-            self.order = rows.order
+            self.order = None if rows.order is None else rows.order.to(self.tensor.device)
         elif not _equal(self.order, rows.order):
             raise CheckpointError(
                 "projections of one input have their columns in different orders (g_idx), which kvllm does not "
                 "compute: use a checkpoint with desc_act=false"
             )
+        if self.quantized is not None:
+            self.quantized.write_integers(first, rows)
+            return
+        assert self.packed is not None and self.scales is not None
+        values, scales = rows.values, rows.scales.float()
         if rows.zeros is not None:
             zeros = rows.zeros.unsqueeze(2).expand(-1, -1, self.sums)
             values = torch.cat((values.unflatten(1, (zeros.shape[1], -1)), zeros), 2).flatten(1)
@@ -160,7 +181,11 @@ class LinearWeight:
 
     def write_groups(self, first: int, rows: Groups) -> None:
         """Fill the rows from `first` on with those of a file, in the form of the matrix."""
-        assert self.packed is not None and self.scales is not None and self.form is not None
+        assert self.form is not None
+        if self.quantized is not None:
+            self.quantized.write_groups(first, rows, self.form)
+            return
+        assert self.packed is not None and self.scales is not None
         integers, scales = pack_groups(rows, self.form)
         _tile(integers, first, self.packed)
         operator("tile_rows")(scales, first, self.scales.flatten(1, 2))
@@ -175,16 +200,18 @@ class LinearWeight:
 
     def multiply_into(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """`multiply` without bias and adapters, written to `result` `[T, out_features]`, which is returned."""
-        if self.packed is None:
+        if self.packed is None and self.quantized is None:
             return torch.mm(x, self.tensor.t(), out=result)
         return result.copy_(self._multiply(x, None))
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`multiply` without adapters."""
-        if self.packed is None:
-            return F.linear(x, self.tensor, bias)
         if self.order is not None:
             x = x[:, self.order]
+        if self.quantized is not None:
+            return self.quantized.multiply(x, bias)
+        if self.packed is None:
+            return F.linear(x, self.tensor, bias)
         if self.sums and self.scales is not None:
             wide = with_sums(x.float(), self.scales.shape[1], self.sums)
             wide_bias = None if bias is None else bias.float()
@@ -194,6 +221,8 @@ class LinearWeight:
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` -> these rows of the matrix `[T, in_features]`, a fresh tensor."""
+        if self.quantized is not None:
+            return self.quantized.rows(indices).to(self.tensor.dtype)
         if self.packed is None:
             return F.embedding(indices, self.tensor)
         if self.scales is not None and self.form is not None:
@@ -209,6 +238,7 @@ class LinearWeight:
         part.out_features = count
         tiles = slice(first // TILE, -(-(first + count) // TILE))
         part.tensor = self.tensor[first : first + count]
+        part.quantized = self.quantized and self.quantized.part(first, count)
         part.packed = None if self.packed is None else self.packed[tiles]
         part.scales = None if self.scales is None else self.scales[tiles]
         return part
@@ -241,7 +271,7 @@ def strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+    return a is b if a is None or b is None else torch.equal(a.cpu(), b)
 
 
 def _tile(rows: torch.Tensor, first: int, tiles: torch.Tensor) -> None:

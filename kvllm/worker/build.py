@@ -27,6 +27,7 @@ from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
 from kvllm.models.config import EXPANDED, QUANTIZATIONS, ModelConfig
+from kvllm.models.layers import quantized_matrices
 from kvllm.models.loader import load_model, random_model
 from kvllm.models.mtp import MTPDecoder
 from kvllm.models.rotary import check_one_rotation, rotary_frequencies
@@ -42,7 +43,7 @@ from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_step
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.mtp_model import MTPModel
 from kvllm.worker.rare_kernels import launch_rare_kernels
-from kvllm.worker.self_test import check_attention
+from kvllm.worker.self_test import check_attention, check_integers
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -165,6 +166,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     kernel_warning = check_attention(small) if device.type == "cuda" else None
     with enough_memory("the model", "take a smaller one"):
         model = load_shard(settings, shard, device)
+        check_integers(quantized_matrices(model.weights()), DTYPES[settings.dtype])
         draft = _load_draft(settings.draft, model, device) if settings.draft and shard.rank == 0 else None
         store = _host_store(settings, shard, device)
         adapters = LoadedAdapters(model, engine, DTYPES[settings.dtype], device) if engine.max_loras else None
@@ -216,8 +218,6 @@ def check_device(settings: RunnerSettings, device: str) -> None:
         raise ConfigError(
             'speculative_config method="self" drafts on a CPU only, not on a GPU: use another, or device="cpu"'
         )
-    if settings.quantization not in (None, EXPANDED):
-        raise ConfigError(f"quantization={settings.quantization!r} is computed on a CPU only: leave it out on a GPU")
     if engine.recalls:
         raise ConfigError(
             "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "

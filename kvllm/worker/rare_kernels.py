@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvllm.models.layers import quantized_matrices
+from kvllm.models.quantized_matrix import NUMBERS_OF_ROWS
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.draws import reads_in_place
 from kvllm.worker.model_runner import ModelRunner
@@ -21,8 +23,8 @@ CHANGES: tuple[dict[str, Any], ...] = ({}, {"allowed_token_ids": [0]})
 
 @torch.inference_mode()
 def launch_rare_kernels(runner: ModelRunner) -> None:
-    """Launch each variant of the kernels that sample, the one that copies blocks, which writes block 0 over itself, and
-    those that experts and adapters have for few rows, which only graphs would launch otherwise.
+    """Launch each variant of the kernels that sample, the one that copies blocks, which writes block 0 over itself,
+    those that experts and adapters have for few rows, which only graphs would launch otherwise, and those of integers.
 
     All ranks do it together.
     """
@@ -31,6 +33,9 @@ def launch_rare_kernels(runner: ModelRunner) -> None:
     hidden = runner.model.embedding.forward(first)
     for layer in runner.model.layers:
         layer.mlp.forward(hidden)
+    for matrix in quantized_matrices(runner.model.weights()):
+        for num_rows in NUMBERS_OF_ROWS:
+            matrix.multiply(hidden.new_zeros(num_rows, matrix.in_features), None)
     if runner.adapters:
         runner.adapters.launch_few()
     part, parts = runner.model.logits(hidden, rounded=reads_in_place(hidden)), runner.forward_pass.parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from kvllm.attention.reference import ReferenceBackend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.models.config import EXPANDED
+from kvllm.models.quantized_matrix import NUMBERS_OF_ROWS, QuantizedMatrix
 from kvllm.worker.transfer import to_device
 
 SWITCHES = {9: "DISABLE_MMA_V3", 10: "DISABLE_MMA_V5"}
@@ -24,6 +27,8 @@ ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 LENGTHS = 1100, 900
 """KV pairs of two sequences: more than are on their way to a multiprocessor at once."""
 NUM_QUERIES = 1, 3
+OUTPUTS = 128
+"""Rows of a matrix of integers that are multiplied."""
 
 
 def check_attention(backend: AttentionBackend) -> str | None:
@@ -48,6 +53,28 @@ def check_attention(backend: AttentionBackend) -> str | None:
             "another version of Triton, or another attention_backend"
         )
     return None
+
+
+@torch.inference_mode()
+def check_integers(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> None:
+    """Compare products with integers, of rows of a dtype, with those of the numbers that they stand for.
+
+    Raises ConfigError if they are wrong.
+    """
+    kinds = {(each.bits, each.group, each.shifts is None): each for each in matrices}
+    for matrix in kinds.values():
+        part = matrix.part(0, min(OUTPUTS, len(matrix.codes)))
+        weight = part.rows(torch.arange(len(part.codes), device=part.codes.device)).to(dtype).double()
+        for num_rows in NUMBERS_OF_ROWS:
+            x = torch.randn(num_rows, part.in_features, generator=torch.Generator().manual_seed(0))
+            x = x.to(part.codes.device, dtype)
+            expected = x.double() @ weight.T
+            error = float((part.multiply(x, None).double() - expected).norm() / expected.norm())
+            if not error <= ALLOWED[dtype]:
+                raise ConfigError(
+                    f"Triton's products with integers are wrong on this device (relative error {error:.3g}): set "
+                    f"quantization={EXPANDED!r}, which expands them, or use another version of Triton"
+                )
 
 
 def _problem(backend: AttentionBackend) -> str | None:

@@ -417,6 +417,9 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
 @contextmanager
 def without_first_launches() -> Iterator[None]:
     """Engines that are made here launch no kernels first: nothing is compiled, and interpreting takes long."""
-    nothing = {name: lambda *_: None for name in ("check_attention", "launch_rare_kernels", "run_heaviest_steps")}
+    nothing = {
+        name: lambda *_: None
+        for name in ("check_attention", "check_integers", "launch_rare_kernels", "run_heaviest_steps")
+    }
     with patch.multiple(build, **nothing):
         yield

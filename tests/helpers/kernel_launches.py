@@ -223,11 +223,26 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     for of_experts in (x, torch.zeros(300 + rows, 6144, dtype=dtype)):
         grouped_linear(of_experts, experts, bias, ends.long())
         grouped_linear(of_experts, experts, None, ends.long())
+    launch_integers(dtype, rows)
     launch_low_rank(dtype, rows)
     launch_recurrent(dtype, rows)
     positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+def launch_integers(dtype: torch.dtype, rows: int) -> None:
+    """Of matrices as AWQ, GPTQ and GGUF files have them, of few rows, of some and of many; and of experts."""
+    from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
+
+    bias, ends = torch.zeros(8, 96, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    kinds = (4, 128, True), (4, 32, True, torch.float16), (4, 32, False, torch.float16), (8, 16, False, torch.float16)
+    for kind in (*kinds, (8, 6144)):
+        matrix = QuantizedMatrix.of((768, 6144), IntegerGroups(*kind), torch.device("cpu"))
+        for count in (rows, 30 + rows, 300 + rows):
+            x = torch.zeros(count, 6144, dtype=dtype)
+            matrix.multiply(x, bias.view(-1))
+            matrix.multiply(x, None, 96, (8, 96, ends))
 
 
 def launch_low_rank(dtype: torch.dtype, rows: int) -> None:

@@ -31,6 +31,7 @@ from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.lora.product import NO_ADAPTER, AdapterRows, add_plainly
 from kvllm.models import elementwise as torch_forms
+from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
 from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers import attention_cases, recurrent_checks
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
@@ -572,6 +573,45 @@ def products_of_experts() -> None:
                 expected = exact if added is None else exact + added[experts].double()
                 found = grouped_linear(x, weight, added, ends)
                 torch.testing.assert_close(found.double(), expected, atol=30 * tolerance, rtol=tolerance)
+
+
+@check
+def products_of_integers() -> None:
+    """Few rows, whose channels are shared out, and many; groups larger and smaller than what is read at a time, and of
+    a whole row; some rows of a matrix, and experts, with a stride that is no multiple of a tile."""
+    cases = (
+        (4, 32, False, 1, 224, 96, 0),
+        (4, 128, True, 20, 1280, 70, 0),
+        (4, 8, True, 70, 72, 33, 0),
+        (8, 16, True, 3, 144, 130, 0),
+        (8, 300, False, 17, 300, 40, 0),
+        (4, 64, False, 40, 320, 48, 3),
+        (8, 32, True, 200, 96, 20, 2),
+    )
+    for bits, group, shifted, num_rows, depth, width, experts in cases:
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
+            stride = width + 3
+            shape, integers = (stride * max(1, experts), depth), IntegerGroups(bits, group, shifted)
+            matrix = QuantizedMatrix.of(shape, integers, torch.device("cpu"))
+            values = randn(*shape).mul(3).round().clamp(-8, 7).to(torch.int8) + matrix.excess
+            scales, shifts = (randn(shape[0], depth // group, seed=seed) / 8 for seed in (1, 2))
+            matrix.write(0, values, scales, shifts if shifted else None)
+            x = randn(num_rows, depth, dtype=dtype, seed=3)
+            of_rows = torch.arange(max(1, experts)).repeat_interleave(-(-num_rows // max(1, experts)))[:num_rows]
+            plain = matrix.rows(torch.arange(shape[0])).to(dtype).double().unflatten(0, (-1, stride))[:, :width]
+            exact = (plain[of_rows] @ x.double()[:, :, None])[:, :, 0]
+            bias = randn(max(1, experts), width, dtype=dtype, seed=4)
+            ends = torch.searchsorted(of_rows, torch.arange(experts), right=True)
+            of_experts = (experts, stride, ends) if experts else None
+            for added in (None, bias):
+                expected = exact if added is None else exact + added[of_rows].double()
+                found = matrix.multiply(x, added if added is None or experts else added[0], width, of_experts)
+                torch.testing.assert_close(found.double(), expected, atol=30 * tolerance, rtol=tolerance)
+            part = matrix.part(16, 8) if shape[0] > 24 else matrix.part(0, 8)
+            expected = part.rows(torch.arange(8)).to(dtype).double()
+            torch.testing.assert_close(
+                part.multiply(x, None).double(), x.double() @ expected.T, atol=30 * tolerance, rtol=tolerance
+            )
 
 
 @check

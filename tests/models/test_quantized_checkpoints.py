@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +21,15 @@ from kvllm.attention.cpu import CpuBackend
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.models.base import Decoder
 from kvllm.models.config import load_model_config
-from kvllm.models.loader import random_model
+from kvllm.models.layers import quantized_matrices
+from kvllm.models.loader import load_model, random_model
 from kvllm.models.parts import GatedMLP
 from kvllm.parallel import SingleRank
+from kvllm.worker.self_test import check_integers
 from tests.helpers.checkpoints import edit
 from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
+from tests.helpers.processes import run_python
 from tests.helpers.quantized import QWEN3, Quantize, awq, compressed_integers, float8, gptq, quantize_checkpoint
 from tests.helpers.thread_shard import ThreadShard
 
@@ -122,7 +129,7 @@ def test_latent_attention(tmp_path: Path, case: str, error: float) -> None:
 
 @pytest.mark.parametrize("case", ["awq", "gptq-order-zeros", "packed-order", "bytes-zeros"])
 def test_expanded_integers(tmp_path: Path, case: str) -> None:
-    """As on a GPU."""
+    """As on a GPU, where groups are of a size that its kernel does not read, or numbers of float32."""
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
     expected, found = (list(matrices(load(tmp_path / name, expand=True)[0])) for name in ("plain", "quantized"))
     for plain, quantized in zip(expected, found, strict=True):
@@ -159,11 +166,12 @@ def test_scales_of_activations_are_not_read(tmp_path: Path) -> None:
         load(tmp_path / "quantized")
 
 
-def matrices(model: Decoder) -> Iterator[torch.Tensor]:
+def matrices(model: Decoder, device: str = "cpu") -> Iterator[torch.Tensor]:
     for layer in model.layers:
         assert isinstance(layer.mlp, GatedMLP)
         for part in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
-            yield part.weight.multiply(torch.eye(part.weight.in_features))
+            dtype = part.weight.tensor.dtype
+            yield part.weight.multiply(torch.eye(part.weight.in_features, dtype=dtype, device=device))
 
 
 def test_integers_stay_integers(tmp_path: Path) -> None:
@@ -319,6 +327,37 @@ def test_a_bias_that_the_model_has_may_be_zero(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     save_file({**tensors, name: tensors[name] * 0}, path / "model.safetensors")
     assert not torch.equal(PagedModel(*load(path)).logits({0: tokens(5)}), expected)
+
+
+def products_on_a_gpu() -> None:
+    """Print how many matrices of integers each case has, and the largest relative error of their products with 1."""
+    from tests.helpers.cuda_stand_in import stand_in
+
+    found = {}
+    for case in ("awq", "gptq8-order-zeros"):
+        with TemporaryDirectory() as directory, stand_in():
+            plain, quantized = Path(directory) / "plain", Path(directory) / "quantized"
+            quantize_checkpoint(plain, quantized, *CASES[case])
+            config = load_model_config(quantized)
+            model = load_model(quantized, config, SingleRank(), torch.float16, torch.device("cuda"), 64)
+            check_integers(quantized_matrices(model.weights()), torch.float16)
+            pairs = zip(matrices(model, "cuda"), matrices(load(plain)[0]), strict=True)
+            errors = [((one.cpu().float() - other).norm() / other.norm()).item() for one, other in pairs]
+            found[case] = len(quantized_matrices(model.weights())), max(errors)
+            if case == "awq":
+                with patch("kvllm.models.quantized_matrix.HALF", 32), pytest.raises(ConfigError) as error:
+                    check_integers(quantized_matrices(model.weights()), torch.float16)
+                found["error"] = str(error.value)
+    print(json.dumps(found))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
+def test_integers_on_a_gpu() -> None:
+    """In Triton's interpreter: they stay integers, and a start finds it if they are read in another way."""
+    found = run_python("products_on_a_gpu()", __name__, TRITON_INTERPRET="1")
+    message = found.pop("error")
+    assert message.startswith("Triton's products with integers are wrong on this device (relative error ")
+    assert all(count == 12 and error < 1e-3 for count, error in found.values()), found
 
 
 def test_random_weights_are_not_quantized(tmp_path: Path) -> None:

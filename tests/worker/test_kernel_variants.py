@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 
 ENGINES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
+    "eager, integers": {"enforce_eager": True, "quantization": "int4", "max_num_batched_tokens": 70},
     "eager, experts": {"enforce_eager": True, "max_num_batched_tokens": 300},
     "graphs, a pool of what is free": {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.02},
 }
