@@ -38,7 +38,6 @@ def _convolve(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
-    PARTS: tl.constexpr,
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -47,7 +46,7 @@ def _convolve(
     mask = channel < WIDTH
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
     slot = tl.load(slots + sequence).to(tl.int64)
-    size = (end - begin + PARTS - 1) // PARTS
+    size = tl.cdiv(end - begin, tl.num_programs(2))
     first = begin + tl.program_id(2) * size
     for token in range(first, tl.minimum(end, first + size)):
         total = tl.zeros((CHANNELS,), tl.float32)
@@ -89,7 +88,7 @@ def short_convolution(
     parts = 1 if num_tokens <= num_seqs else _PARTS
     blocks = triton.cdiv(width, _CHANNELS)
     shape = {"STRIDE": x.stride(0), "WIDTH": width, "TAPS": len(taps), "CHANNELS": _CHANNELS, "num_warps": 4}
-    _convolve[(num_seqs, blocks, parts)](out, x, taps, inputs, query_start_loc, slots, PARTS=parts, SILU=silu, **shape)
+    _convolve[(num_seqs, blocks, parts)](out, x, taps, inputs, query_start_loc, slots, SILU=silu, **shape)
     _keep_inputs[(num_seqs, blocks)](x, inputs, query_start_loc, slots, **shape)
     return out
 
@@ -101,7 +100,7 @@ def _of_length_one(vectors, index, DIM: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _change_states(
     out,
     mixed,
@@ -111,18 +110,18 @@ def _change_states(
     starts,
     slots,
     scale,
+    most,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
 ):
-    """Some columns of the state of one head of a sequence of up to MOST tokens, token by token."""
+    """Some columns of the state of one head of a sequence of up to `most` tokens, token by token."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    if end - begin > MOST:
+    if end - begin > most:
         return
     index, column = tl.arange(0, KEYS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < VALUE_DIM
@@ -165,9 +164,9 @@ def gated_delta_rule(
         out,
         *inputs,
         key_dim**-0.5,
+        FEW if by_chunks else 1 << 30,
         KEYS=triton.next_power_of_2(key_dim),
         COLUMNS=_COLUMNS,
-        MOST=FEW if by_chunks else 1 << 30,
         **shape,
     )
     if by_chunks:

@@ -26,6 +26,8 @@ _CHUNK, _CHANNELS, _COLUMNS, _COLUMNS_OF_STATE = 32, 32, 128, 16
 state, spill."""
 MOST_KEY_CHANNELS = 128
 """Of chunks. 256 spill."""
+_SEQUENCES = 256
+"""That a program looks at, at a time, for its own: a constant, or each number of sequences would be compiled for."""
 
 
 @triton.jit
@@ -33,11 +35,12 @@ def _chunk_of_program(starts, num_seqs, MOST: tl.constexpr, CHUNK: tl.constexpr,
     """The chunk's first token, and where its sequence ends: no later if the program has none, as one of sequences of
     up to MOST tokens. Lengths are not known to the host: sequence s has the programs from `starts[s] // CHUNK + s` on.
     """
-    sequence, program = tl.arange(0, SEQUENCES), tl.program_id(0)
-    mask = sequence < num_seqs
-    begins = tl.load(starts + sequence, mask=mask, other=0)
-    firsts = begins // CHUNK + sequence
-    own = tl.sum((mask & (firsts <= program)).to(tl.int32), 0) - 1
+    program, own = tl.program_id(0), -1
+    for first in range(0, num_seqs, SEQUENCES):
+        sequence = first + tl.arange(0, SEQUENCES)
+        mask = sequence < num_seqs
+        firsts = tl.load(starts + sequence, mask=mask, other=0) // CHUNK + sequence
+        own += tl.sum((mask & (firsts <= program)).to(tl.int32), 0)
     begin, end = tl.load(starts + own).to(tl.int64), tl.load(starts + own + 1).to(tl.int64)
     chunk = begin + (program - begin // CHUNK - own) * CHUNK
     return tl.where(end - begin > MOST, chunk, end), end
@@ -260,7 +263,7 @@ def change_by_chunks(
     before = empty(chunks, heads, key_dim, value_dim, dtype=mixed.dtype)
     precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"
     shape: dict[str, Any] = {**sizes, "CHUNK": _CHUNK, "MOST": FEW, "PRECISION": precision}
-    of_chunks = shape | {"CHANNELS": _CHANNELS, "SEQUENCES": triton.next_power_of_2(num_seqs)}
+    of_chunks = shape | {"CHANNELS": _CHANNELS, "SEQUENCES": _SEQUENCES}
     _solve_chunks[(chunks, heads)](w, u, totals, lengths, mixed, factors, strengths, starts, num_seqs, **of_chunks)
     _carry_states[(triton.cdiv(value_dim, _COLUMNS_OF_STATE), heads, num_seqs)](
         before,

@@ -18,6 +18,7 @@ import torch
 from kvllm import LLM, SamplingParams
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.cuda_stand_in import stand_in
+from tests.helpers.families import FAMILIES
 from tests.helpers.kernel_variants import recorded_variants
 from tests.helpers.processes import run_python
 
@@ -27,6 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "eager, integers": {"enforce_eager": True, "quantization": "int4", "max_num_batched_tokens": 70},
     "eager, experts": {"enforce_eager": True, "max_num_batched_tokens": 300},
+    "eager, recurrent layers": {"enforce_eager": True, "max_num_batched_tokens": 100, "max_num_seqs": 8},
     "graphs, a pool of what is free": {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.02},
 }
 FILTERS: list[dict[str, Any]] = [{"min_p": 0.1}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}]
@@ -68,6 +70,9 @@ def run_engine(name: str) -> None:
     with TemporaryDirectory() as directory:
         if "experts" in name:
             make_checkpoint(Path(directory), "mixtral", num_hidden_layers=1)
+        elif "recurrent" in name:
+            two_layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+            make_checkpoint(Path(directory), **(FAMILIES["qwen3.5"] | two_layers))
         else:
             make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
         print(json.dumps([*found_while_serving(Path(directory), **ENGINES[name]), variants_of_strides()]))
@@ -79,7 +84,8 @@ def found_by(name: str) -> Any:
     return run_python(f"run_engine({name!r})", __name__, TRITON_INTERPRET="1")
 
 
-NAMES = [name if name == "eager" else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
+SHORT = ("eager", "eager, recurrent layers")
+NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
 
 
 @pytest.mark.parametrize("name", NAMES)
