@@ -70,7 +70,9 @@ def _attend_chunks(
 ):
     PARTS: tl.constexpr = (SHAPE.group + HEADS - 1) // HEADS
     QUERIES: tl.constexpr = ROWS // HEADS
-    head, part, tile = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    # One dimension, because in the others a grid has no more than 65,535: of many heads each token is a tile.
+    tile, of_tile = tl.program_id(0) // (SHAPE.kv_heads * PARTS), tl.program_id(0) % (SHAPE.kv_heads * PARTS)
+    head, part = of_tile // PARTS, of_tile % PARTS
     sequence, begin_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if sequence < 0:
         return
@@ -127,7 +129,7 @@ def paged_prefill(inputs: LayerInputs, tiles: PrefillTiles, observed: Observed |
     """
     queries, sinks, shape = inputs.queries, inputs.sinks, inputs.shape
     programs = shape.kv_heads * triton.cdiv(shape.group, tiles.heads)
-    _attend_chunks[(programs, len(tiles.order))](
+    _attend_chunks[(programs * len(tiles.order),)](
         output,
         queries,
         *tiles.sources(inputs.keys, inputs.values),
