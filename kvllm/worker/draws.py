@@ -141,7 +141,8 @@ def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     weights.masked_fill_(ranks >= to_device(top_k, logits.device).unsqueeze(-1), 0)
     cumulative = weights.cumsum_(-1)
     needed = cumulative[:, -1:] * _column([each.top_p for each in params], cumulative)
-    return descending.gather(-1, torch.searchsorted(cumulative, needed))
+    last = torch.searchsorted(cumulative, needed).clamp_(max=max(top_k) - 1)  # NaN is after all numbers
+    return descending.gather(-1, last)
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

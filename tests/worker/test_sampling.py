@@ -394,7 +394,11 @@ def test_a_seed_reproduces_its_tokens_and_another_does_not():
     assert tokens(5) != tokens(6)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 1}, {"top_p": 0.9}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 1.0}],
+    ids=str,
+)
 def test_logits_that_are_not_finite_are_an_error_of_their_row(options):
     for bad in [math.nan, 0.0], [0.0, math.nan], [math.inf, 0.0]:
         good, broken = sample(torch.tensor([[0.0, 1.0], bad]), [row_of(), row_of(output=[1], **options)])
