@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from copy import copy
@@ -155,9 +155,11 @@ class AsyncLLM:
         ends the search; `abort` ends it with what it has.
 
         Raises:
-            RequestError: the prompt cannot be served. EngineDeadError: see `generate`.
+            RequestError: the prompt cannot be served, or an unfinished search has this id.
+            EngineDeadError: see `generate`.
         """
         text, search = begin_search(self._engine, await self._encoded(prompt), params)
+        _check_id(request_id, self._searches)
         self._searches[request_id] = search
         try:
             options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "lora_request": lora_request}
@@ -326,8 +328,7 @@ class AsyncLLM:
     ) -> AsyncIterator[OutputStream]:
         """The stream of a new request. One that has not ended after it is aborted."""
         check_sampling(sampling_params)
-        if request_id in self._streams:
-            raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
+        _check_id(request_id, self._streams)
         stream = self._streams[request_id] = OutputStream(self.tokenizer, sampling_params)
         try:
             prompt = await self._encoded(prompt)
@@ -360,6 +361,11 @@ class AsyncLLM:
         else:
             token_ids = self.tokenizer.encode(prompt)
         return {"prompt": prompt, "prompt_token_ids": token_ids}
+
+
+def _check_id(request_id: str, unfinished: Container[str]) -> None:
+    if request_id in unfinished:
+        raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
 
 
 def _add_metrics(metrics: RequestMetrics, of_step: list[RequestMetrics]) -> None:

@@ -181,6 +181,22 @@ def test_searches_in_an_event_loop() -> None:
         llm.shutdown()
 
 
+def test_a_search_with_the_id_of_another_one_is_refused_alone() -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs(**OPTIONS))
+    params = SEARCHES[1]
+
+    async def run() -> list[RequestOutput | BaseException]:
+        searches = [llm.beam_search(PROMPTS[0], params, "search") for _ in range(2)]
+        return await asyncio.gather(*searches, return_exceptions=True)
+
+    try:
+        found, refusal = asyncio.run(run())
+        assert_beams(found, PROMPTS[0], params)
+        assert isinstance(refusal, RequestError) and "request_id='search' is in use" in str(refusal)
+    finally:
+        llm.shutdown()
+
+
 def test_an_aborted_search_gives_what_it_has() -> None:
     llm = AsyncLLM.from_engine_args(EngineArgs(**OPTIONS))
 
