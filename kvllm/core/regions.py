@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,13 @@ class Regions(ABC):
     their end, no compression has covered yet.
 
     retain: KV pairs kept of each window. keeps_all: whether nothing would ever be dropped (retention 100%).
+    is_periodic: whether all compressions of a text that grows token by token come after equally many tokens, and drop
+        equally many KV pairs, not more than these.
     """
 
     retain: int
     keeps_all: bool
+    is_periodic: ClassVar[bool] = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -77,19 +81,26 @@ class Regions(ABC):
         """The uncompressed tail when `region` of a cache of `cached` KV pairs is compressed."""
 
     def cached_lengths(self, prompt: int, total: int, tail_start: int) -> Iterator[int]:
-        """KV pairs that a sequence alone holds before each compression, and at last with `total` tokens.
+        """KV pairs that a sequence alone holds before compressions, and at last with `total` tokens. Of compressions
+        that are alike, which a long text may have thousands of, the last one alone counts: before it most is held.
 
         The prompt is computed whole; of it, KV pairs from `tail_start` on may be compressed.
         """
         cached = logical = min(prompt, total)
         tail = max(0, logical - tail_start)
+        step = 0
         while True:
             yield cached
-            if region := self.complete(cached, tail):
+            region = self.complete(cached, tail)
+            if region:
                 cached, tail = cached - region.dropped, self.tail_after(cached, region)
             if logical == total:
                 break
-            step = min(total - logical, self.next_end(cached, tail) - cached)
+            last, step = step, self.next_end(cached, tail) - cached
+            if region and step == last and self.is_periodic:
+                alike = max(0, (total - logical) // step - 1)
+                cached, logical = cached + alike * (step - region.dropped), logical + alike * step
+            step = min(total - logical, step)
             cached, logical, tail = cached + step, logical + step, tail + step
         yield cached
 
@@ -100,6 +111,8 @@ class Windows(Regions):
     size: KV pairs of a window. retain: KV pairs kept of each, buffer included. overlap: KV pairs that two neighbouring
     windows share, and that stay part of the uncompressed tail (the stand-alone schedule; else 0).
     """
+
+    is_periodic = True
 
     def __init__(self, block_size: int, window_blocks: int, retain: int, overlap: int = 0) -> None:
         super().__init__(block_size)
@@ -169,6 +182,8 @@ class WholeCache(Regions):
 
     protected: the first KV pairs are not touched, in whole blocks; they count among those that survive.
     """
+
+    is_periodic = True
 
     def __init__(self, block_size: int, threshold: int, retain: int, protected: int = 0) -> None:
         super().__init__(block_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvllm.core.block_pool import BlockPool
 from kvllm.core.capacity import peak_blocks
 from kvllm.core.policies import CompressionPolicy, EngineLoad, PeriodicPolicy, PressurePolicy
 from kvllm.core.protocol import SampledToken, StepResult
-from kvllm.core.regions import Windows
+from kvllm.core.regions import Regions, WholeCache, Windows
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.core.tables import BlockTable
@@ -497,6 +498,18 @@ def test_peak_blocks(block_size: int, retain: int, compress_prompt: bool) -> Non
             tail_start = 0 if compress_prompt else prompt
             expected = simulated_peak(windows, prompt, total, tail_start)
             assert peak_blocks(config, [windows], prompt, total) == expected
+
+
+@pytest.mark.parametrize(
+    "regions", [Windows(16, 4, 32), Windows(1, 64, 21, overlap=8), Windows(16, 3, 41), WholeCache(16, 1280, 1279)]
+)
+def test_the_lengths_of_a_long_text_are_known_at_once(regions: Regions) -> None:
+    """Each request is held against the pool, in the thread in which all others decode."""
+    found = list(regions.cached_lengths(100, 1 << 17, 100))
+    with patch.object(type(regions), "is_periodic", False):
+        each = list(regions.cached_lengths(100, 1 << 17, 100))
+    assert len(found) < 10 < len(each)
+    assert (max(found), found[-1]) == (max(each), each[-1])
 
 
 def test_peak_without_compression() -> None:
