@@ -134,10 +134,14 @@ class Scheduler:
             stats.record_step(running=plan.num_seqs, blocks=self.blocks.num_owned)
             stats.step_tokens.add(plan.num_tokens)
         if plan.compressions and self.policy:
+            running = {seq.seq_id: seq for seq in self.running}
             stats.compression_events += 1
-            stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
-            stats.entries_evicted += sum(map(self.policy.dropped, plan.compressions))
-            stats.blocks_released += sum(job.released_blocks for job in plan.compressions)
+            for job in plan.compressions:
+                dropped = self.policy.dropped(job)
+                running[job.seq_id].count_compression(job.num_windows, dropped)
+                stats.windows_compressed += job.num_windows
+                stats.entries_evicted += dropped
+                stats.blocks_released += job.released_blocks
 
     def _charge(self, step: Step) -> None:
         """Account for the step's tokens, unless that is done, and for blocks: the whole pool held for a step costs as

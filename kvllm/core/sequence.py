@@ -282,15 +282,18 @@ class Sequence:
         self.cached_length -= region.dropped
         self.room_end = 0
         self.missing += dropped
-        self.windows_compressed += region.count
-        self.evicted += dropped
-        self.metrics.windows_compressed += region.count
-        self.metrics.evicted_entries += dropped
         self.metrics.missing_entries += dropped
         self.compressions.append(region)
         self.choosing = None
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
+
+    def count_compression(self, num_windows: int, dropped: int) -> None:
+        """Windows are compressed that lose `dropped` KV pairs, by a plan that nothing is taken out of any more."""
+        self.windows_compressed += num_windows
+        self.evicted += dropped
+        self.metrics.windows_compressed += num_windows
+        self.metrics.evicted_entries += dropped
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
         """A sequence that shares the cached KV pairs, and their blocks."""

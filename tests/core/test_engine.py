@@ -231,6 +231,7 @@ def test_a_completion_that_branches_off_a_compressed_prompt_lacks_it_too() -> No
     seq = Sequence(0, "x", [0] * 96, SamplingParams(n=2), max_length=100, forks=1)
     seq.advance(96)
     seq.compacted(Region(0, size=48, retain=16, stride=48, count=2), 0, dropped=64)
+    seq.count_compression(2, dropped=64)
     child = seq.fork(1, 1, seed=0)
     metrics = seq.metrics
     assert metrics.missing_entries == seq.missing + child.missing == 128

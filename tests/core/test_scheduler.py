@@ -39,6 +39,7 @@ class Harness:
             self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
         self.worker = LiteralWorker(config, loss=loss)
         self.live: dict[int, Sequence] = {}
+        self.all: list[Sequence] = []
         self.finished: dict[int, list[int]] = {}
         self.ends: dict[int, int] = {}  # tokens at which sequences end before their `max_length`
         self.next_id = 0
@@ -70,6 +71,7 @@ class Harness:
         self.scheduler.longest_of(seq)  # which refuses what can never fit
         self.scheduler.add(seq)
         self.live[seq.seq_id] = seq
+        self.all.append(seq)
         self.next_id += n
         return seq.seq_id
 
@@ -78,8 +80,9 @@ class Harness:
         self.plans.append(plan)
         assert self.scheduler.blocks.num_owned <= self.config.num_blocks
         for seq, _ in self.scheduler.update(plan, self.worker.execute(plan)):
-            if not seq.has_left:
-                self.live.setdefault(seq.seq_id, seq)
+            if not seq.has_left and seq.seq_id not in self.live:
+                self.live[seq.seq_id] = seq
+                self.all.append(seq)
             if seq.num_tokens >= self.ends.get(seq.seq_id, seq.max_length) and seq.seq_id in self.live:
                 self.finish(seq.seq_id)
         for seq in self.scheduler.running:
@@ -107,12 +110,20 @@ class Harness:
             service_class=seq.service_class,
         )
         fresh.extend(output)
+        self.all.append(fresh)
         return fresh
 
     def finish(self, seq_id: int) -> None:
         seq = self.live.pop(seq_id)
         self.finished[seq_id] = seq.token_ids[:]
         self.scheduler.finish(seq)
+
+    def check_counts(self) -> None:
+        """What sequences count is what the engine counts: compressions of plans that are complete."""
+        stats = self.scheduler.stats
+        assert sum(seq.windows_compressed for seq in self.all) == stats.windows_compressed
+        assert sum(seq.evicted for seq in self.all) == stats.entries_evicted
+        assert sum(seq.preemptions for seq in self.all) == stats.preemptions
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):
@@ -328,6 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.run()
             self.harness.step()  # the workers are told of the last ones that ended
             assert self.harness.scheduler.blocks.num_owned == 0
+            self.harness.check_counts()
             assert not self.harness.worker.sequences
             assert not self.harness.worker.host.first_scored and not self.harness.worker.host.loads
 
@@ -431,6 +443,16 @@ def test_tenants_do_not_take_turns_without_advancing(swap: str) -> None:
     harness.add([1] * 2, 28, tenant="b")
     harness.run(limit=200)
     assert 0 < harness.scheduler.stats.preemptions < 10
+
+
+def test_a_compression_of_a_sequence_that_makes_way_in_the_same_step_does_not_count() -> None:
+    compression = CompressionConfig(method="keydiff", policy="pressure", period=4, window_blocks=2, buffer=0)
+    harness = Harness(engine_config(7, watermark=0.0, enable_prefix_caching=False, compression=compression))
+    for token in range(2):
+        harness.add([token] * 4, 16)
+    harness.run()
+    assert harness.scheduler.stats.preemptions > 0 < harness.scheduler.stats.windows_compressed
+    harness.check_counts()
 
 
 def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
