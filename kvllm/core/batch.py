@@ -137,7 +137,7 @@ class Batch:
     def _begin(self, step: Step, seq: Sequence, *, resumed: bool = False, state_row: int | None = None) -> None:
         """Let a sequence run, with the blocks that it has. resumed: it goes on where it was."""
         insort(self.running, seq, key=lambda each: each.seq_id)
-        if not seq.refill_length and not seq.preemptions:
+        if seq.is_new:
             self._count_admission(seq)
         if self.planner and not resumed:
             self.planner.started(step, seq)

@@ -192,7 +192,8 @@ class Offloading:
                 self.stats.swapped_in += 1
                 self._release(seq)
             else:
-                self.stats.prefix_host_hits += len(self._sources.pop(number).blocks) * self.blocks.block_size
+                source = self._sources.pop(number)
+                self.stats.prefix_host_hits += seq.is_new * len(source.blocks) * self.blocks.block_size
             yield seq, suspended
         self._loaded = []
 

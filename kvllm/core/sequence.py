@@ -213,6 +213,11 @@ class Sequence:
         return self.logical_length < self.prompt_length or self.logical_length < self.refill_length
 
     @property
+    def is_new(self) -> bool:
+        """Whether it runs for the first time: it was not preempted, and brings no output."""
+        return not self.refill_length and not self.preemptions
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that its tables name."""
         return sum(len(table.blocks) for table in self.tables)

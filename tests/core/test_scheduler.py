@@ -119,11 +119,12 @@ class Harness:
         self.scheduler.finish(seq)
 
     def check_counts(self) -> None:
-        """What sequences count is what the engine counts: compressions of plans that are complete."""
+        """What sequences count is what the engine counts: compressions of plans, and hits of sequences that are new."""
         stats = self.scheduler.stats
         assert sum(seq.windows_compressed for seq in self.all) == stats.windows_compressed
         assert sum(seq.evicted for seq in self.all) == stats.entries_evicted
         assert sum(seq.preemptions for seq in self.all) == stats.preemptions
+        assert stats.prefix_host_hits <= stats.prefix_cache_hits <= stats.prefix_cache_queries <= stats.prompt_tokens
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):
@@ -452,6 +453,15 @@ def test_a_compression_of_a_sequence_that_makes_way_in_the_same_step_does_not_co
         harness.add([token] * 4, 16)
     harness.run()
     assert harness.scheduler.stats.preemptions > 0 < harness.scheduler.stats.windows_compressed
+    harness.check_counts()
+
+
+def test_what_a_preempted_sequence_finds_on_the_host_is_no_hit_of_a_prompt() -> None:
+    harness = Harness(engine_config(6, watermark=0.0, num_host_blocks=50, swap="never"))
+    harness.add([0] * 10, 11)
+    harness.add([1] * 6, 5)
+    harness.run()
+    assert harness.scheduler.stats.preemptions > 0 < harness.scheduler.stats.blocks_loaded
     harness.check_counts()
 
 
