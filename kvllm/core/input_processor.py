@@ -238,12 +238,12 @@ class InputProcessor:
             most = self.config.max_num_seqs
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
         sampling.check_vocabulary(self.vocab_size, max_logprobs)
-        compression = self.config.compression
+        compression = self.config.active_compression
         policy = compression and compression.policy
         if sampling.budget_tokens is not None and not isinstance(policy, Threshold):
             raise RequestError(
                 f"budget_tokens={sampling.budget_tokens} needs an engine with "
-                'compression=CompressionConfig(policy="threshold", ...): only a threshold has a budget'
+                'compression=CompressionConfig(policy="threshold", ...) that drops something'
             )
         if sampling.retain_blocks is not None and not isinstance(policy, WindowOptions):
             raise RequestError(

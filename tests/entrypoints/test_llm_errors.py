@@ -170,6 +170,7 @@ def test_a_request_id_can_be_used_once_at_a_time(llm: LLM) -> None:
     [
         (None, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
         ({"window_blocks": 2, "buffer": 4}, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
+        ({"budget_tokens": 50}, 2, 20, "budget_tokens=20 needs an engine with .*threshold.* that drops something"),
         ({}, 2, 4, "budget_tokens=4 leaves no room: buffer=4 and one KV pair more make 5"),
         ({"protect_prompt": True}, 17, 36, "budget_tokens=36 .* 17 tokens of the protected prompt .* make 37.*shorten"),
         ({"protect_prompt": True}, 33, None, "budget_tokens=30 leaves no room"),
@@ -196,6 +197,7 @@ def test_budgets_of_requests(
     ("options", "retained", "message"),
     [
         (None, 1, "retain_blocks=1 needs an engine with compression of windows, .*this one drops nothing"),
+        ({"window_blocks": 2, "retain_blocks": 2}, 1, "retain_blocks=1 needs an engine .*this one drops nothing"),
         ({"policy": "threshold", "threshold_tokens": 50, "budget_tokens": 30}, 1, "a threshold has budget_tokens"),
         ({}, 4, "retain_blocks=4 is not allowed: between 2, which hold buffer=20 .* and window_blocks=3"),
         ({}, 1, "retain_blocks=1 is not allowed: between 2"),
