@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ LATENT = 576
 """The head_dim of what one token has in a cache of latents."""
 WORST_FORMAT = "int6_int4_hadamard"
 """Keys and values of different widths, of which neither is a byte, and rotated: what kernels do most for."""
+INTEGERS = (4, 32, True, torch.float16), (4, 128, True), (4, 32), (8, 16, False, torch.float16), (8, 6144)
+"""Of weights as Q4_K, AWQ, Q4_0, Q6_K and `quantization="int8"` have them."""
 
 
 def launch_few() -> None:
@@ -32,6 +34,7 @@ def launch_few() -> None:
     launch_operations(cache, queries)
     launch_step(*cache_and_queries(torch.float32, 128))
     launch_elementwise(torch.bfloat16, 3)
+    launch_integers(torch.bfloat16, 3, INTEGERS[:1])
     launch_float32_norms(torch.bfloat16, 3)
     launch_draws(3, torch.bfloat16, top_k=True, top_p=True)
 
@@ -223,7 +226,6 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     for of_experts in (x, torch.zeros(300 + rows, 6144, dtype=dtype)):
         grouped_linear(of_experts, experts, bias, ends.long())
         grouped_linear(of_experts, experts, None, ends.long())
-    launch_integers(dtype, rows)
     launch_low_rank(dtype, rows)
     launch_recurrent(dtype, rows)
     positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
@@ -231,18 +233,17 @@ def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
 
 
-def launch_integers(dtype: torch.dtype, rows: int) -> None:
-    """Of matrices as AWQ, GPTQ and GGUF files have them, of few rows, of some and of many; and of experts."""
+def launch_integers(dtype: torch.dtype, rows: int, kinds: Iterable[tuple[Any, ...]]) -> None:
+    """Of matrices, of few rows, of some and of many; and of experts. kinds: arguments of IntegerGroups."""
     from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
 
     bias, ends = torch.zeros(8, 96, dtype=dtype), torch.zeros(8, dtype=torch.int64)
-    kinds = (4, 128, True), (4, 32, True, torch.float16), (4, 32, False, torch.float16), (8, 16, False, torch.float16)
-    for kind in (*kinds, (8, 6144)):
+    for kind in kinds:
         matrix = QuantizedMatrix.of((768, 6144), IntegerGroups(*kind), torch.device("cpu"))
         for count in (rows, 30 + rows, 300 + rows):
             x = torch.zeros(count, 6144, dtype=dtype)
             matrix.multiply(x, bias.view(-1))
-            matrix.multiply(x, None, 96, (8, 96, ends))
+            matrix.multiply(x, bias, 96, (8, 96, ends))
 
 
 def launch_low_rank(dtype: torch.dtype, rows: int) -> None:

@@ -60,6 +60,8 @@ def launch_every(capability: int) -> None:
                 formats = [name for name in names if head_dim != kernel_launches.LATENT or name in LATENT_FORMATS]
                 kernel_launches.launch_quantized(head_dim, formats)
         kernel_launches.launch_elementwise(dtype, 3)
+        if dtype != torch.float32:
+            kernel_launches.launch_integers(dtype, 3, kernel_launches.INTEGERS)
     kernel_launches.launch_batch(3)
     kernel_launches.launch_rows(3)
     kernel_launches.launch_sampling()
