@@ -175,12 +175,16 @@ PREFIX = "vllm:spec_decode_num_"
 
 
 async def read_drafts(session: aiohttp.ClientSession, root: str) -> DraftCounts:
-    """The counts since the server started; none of one that has no such metrics."""
+    """The counts since the server started; none of one that has no such metrics, or has died under the load."""
     counts = DraftCounts()
-    async with session.get(f"{root}/metrics") as response:
-        text = await response.text() if response.status == 200 else ""
+    try:
+        async with session.get(f"{root}/metrics") as response:
+            text = await response.text() if response.status == 200 else ""
+        families = list(text_string_to_metric_families(text))
+    except (aiohttp.ClientError, ValueError):
+        return counts
     by_position: dict[int, int] = {}
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples if family.name.startswith(PREFIX) else ():
             name, value = sample.name.removeprefix(PREFIX).removesuffix("_total"), int(sample.value)
             if name == "drafts":

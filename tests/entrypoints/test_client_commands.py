@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,49 @@ def test_wrong_keys_models_and_urls_are_told(kvllm, server, monkeypatch):
     assert code == 1 and "cannot be reached" in err
     code, _, err = kvllm("complete", "--url", server.url)
     assert code == 2 and "standard input is empty" in err
+
+
+@contextmanager
+def other_server(get: dict[str, bytes]) -> Iterator[str]:
+    """The URL of a server that answers GET by path, b"" with 404, and dies of a POST."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = get.get(self.path, get.get("*", b""))
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            http.socket.close()
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def test_a_server_that_dies_leaves_the_figures(kvllm, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}')
+    given = ("--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "3", "--max-concurrency", "1")
+    files = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json")
+    with other_server({"/v1/models": b'{"data": [{"id": "a"}]}'}) as url:
+        code, out, err = kvllm("bench", "serve", "--base-url", url, *given, *files)
+    assert code == 1 and "Failed requests:                         3" in out and "connection" in err
+    assert json.loads((tmp_path / "result.json").read_text())["failed"] == 3
+
+
 
 
 def test_settings_of_compression_reach_the_server(kvllm, server):
