@@ -22,6 +22,7 @@ from tqdm import tqdm
 import kvllm
 from kvllm.client import summary
 from kvllm.client.address import headers, root_of
+from kvllm.client.events import first_model
 from kvllm.client.load import ROUTES, Prompt, Run, Target, arrival_times, open_session, send_all
 from kvllm.client.prompts import prompts_of_file, random_prompts, random_texts, tokenize_pieces
 from kvllm.errors import ServerError
@@ -69,15 +70,12 @@ async def describe_server(session: aiohttp.ClientSession, root: str) -> dict[str
         async with session.get(f"{root}/v1/models") as response:
             if response.status != 200:
                 raise ServerError(f"{root}/v1/models answers {response.status}: is the key right?")
-            models = (await response.json())["data"]
+            model = first_model(root, await response.read())
         async with session.get(f"{root}/version") as response:
             named = await response.json() if response.status == 200 else {}
     except aiohttp.ClientError as error:
         raise ServerError(f"{root} cannot be reached: {error}; kvllm serve starts a server") from None
-    if not models:
-        raise ServerError(f"{root} serves no model")
-    model = models[0]
-    return {"model": model["id"], "max_model_len": model.get("max_model_len"), "version": named.get("version")}
+    return {"model": model.id, "max_model_len": model.max_model_len, "version": named.get("version")}
 
 
 async def make_prompts(

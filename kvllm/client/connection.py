@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
-import msgspec
 
 from kvllm.client.address import headers, root_of
-from kvllm.client.events import DONE, Chunk, EventReader, decode_chunk, describe_error, problem_of
-from kvllm.errors import ServerError
+from kvllm.client.events import DONE, Chunk, EventReader, decode_chunk, describe_error, first_model, problem_of
+from kvllm.errors import ConfigError, ServerError
 
 CONNECT_SECONDS = 10
 
@@ -40,10 +39,7 @@ class Connection:
 
     def first_model(self) -> str:
         """The name of the first model that the server lists."""
-        models = msgspec.json.decode(self.get("/v1/models")).get("data")
-        if not models:
-            raise ServerError(f"{self.root} serves no model")
-        return models[0]["id"]
+        return first_model(self.root, self.get("/v1/models")).id
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Chunk]:
         """The chunks of a streamed answer. Closing the iterator ends the request."""

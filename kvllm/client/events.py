@@ -1,4 +1,4 @@
-"""Answers of a server: server-sent events, their chunks, and errors. Needs no HTTP library."""
+"""Answers of a server: its models, server-sent events, their chunks, and errors. Needs no HTTP library."""
 
 from __future__ import annotations
 
@@ -79,6 +79,28 @@ def decode_chunk(data: bytes) -> Chunk:
         return _decode_chunk(data)
     except msgspec.DecodeError as error:
         raise ServerError(f"the server sent what is no chunk of an answer: {error}") from None
+
+
+class ServedModel(Struct):
+    """max_model_len: the most tokens of a request; None where the server does not say."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(Struct):
+    data: list[ServedModel]
+
+
+def first_model(root: str, body: bytes) -> ServedModel:
+    """The first model of what `root` says under /v1/models. Raises ServerError where there is none."""
+    try:
+        models = msgspec.json.decode(body, type=ModelList).data
+    except msgspec.DecodeError as error:
+        raise ServerError(f"{root}/v1/models has no list of models: is another server there? ({error})") from None
+    if not models:
+        raise ServerError(f"{root} serves no model")
+    return models[0]
 
 
 class Problem(Struct):

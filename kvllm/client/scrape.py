@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvllm.errors import ServerError
+
 
 class Scrape(Struct):
     """Values of /metrics by name, summed over their labels; those of histograms by name and upper bound.
@@ -24,10 +26,15 @@ class Scrape(Struct):
 
 
 def parse(text: str) -> Scrape:
+    """Raises ServerError for what is no metrics of Prometheus."""
     values: dict[str, float] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     models = set()
-    for family in text_string_to_metric_families(text):
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        raise ServerError(f"/metrics has no metrics of Prometheus: is another server there? ({error})") from None
+    for family in families:
         for sample in family.samples:
             models.update(filter(None, [sample.labels.get("model_name")]))
             if sample.name.endswith("_bucket"):

@@ -74,10 +74,10 @@ def read(connection: Connection) -> tuple[Scrape, int | None]:
     """The metrics, and how many HTTP requests are being answered (None where the server does not say)."""
     from kvllm.client.scrape import parse
 
-    now = parse(connection.get("/metrics").decode())
+    now = parse(connection.get("/metrics").decode(errors="replace"))
     try:
-        load = msgspec.json.decode(connection.get("/load")).get("server_load")
-    except ServerError:
+        load = msgspec.json.decode(connection.get("/load"), type=dict[str, int]).get("server_load")
+    except (ServerError, msgspec.DecodeError):
         load = None
     return now, load
 

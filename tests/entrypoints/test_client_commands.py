@@ -145,6 +145,14 @@ def other_server(get: dict[str, bytes]) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.parametrize("body", [b"<!doctype html><p>An application</p>", b'{"status": "ok"}', b"[]"])
+def test_what_is_no_server_of_models_is_told(kvllm, body):
+    with other_server({"*": body}) as url:
+        for command in (["chat", "-q", "a", "--url"], ["bench", "serve", "--base-url"], ["top", "--url"]):
+            code, out, err = kvllm(*command, url)
+            assert (code, out) == (1, "") and "is another server there?" in err
+
+
 def test_a_server_that_dies_leaves_the_figures(kvllm, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}')
