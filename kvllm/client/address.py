@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from urllib.parse import urlsplit
 
 from kvllm.errors import ConfigError
 
@@ -21,9 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser, option: str = "--url") -> Non
 def root_of(url: str) -> str:
     """The URL under which /v1 and /metrics lie. Raises ConfigError for what is no HTTP URL."""
     root = url.rstrip("/").removesuffix("/v1")
-    if not root.startswith(("http://", "https://")):
+    if not root.startswith(("http://", "https://")) or not _has_host(root):
         raise ConfigError(f"{url!r} is no URL of a server: write it like {DEFAULT_URL}")
     return root
+
+
+def _has_host(url: str) -> bool:
+    """And a port that can be one, if any."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def headers(api_key: str | None) -> dict[str, str]:

@@ -164,6 +164,13 @@ def test_a_server_that_dies_leaves_the_figures(kvllm, tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["failed"] == 3
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80a0", "http://?", "http://[::1"])
+def test_urls_without_a_host_or_with_a_wrong_port(kvllm, url):
+    for command in (["complete", "-q", "a", "--url"], ["bench", "serve", "--base-url"], ["top", "--url"]):
+        code, _, err = kvllm(*command, url)
+        assert code == 2 and "is no URL of a server" in err
+
+
 
 
 def test_settings_of_compression_reach_the_server(kvllm, server):
