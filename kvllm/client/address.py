@@ -37,6 +37,10 @@ def _has_host(url: str) -> bool:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """The headers of every request. The key comes from the environment where none is given."""
+    """The headers of every request. The key comes from the environment where none is given. Raises ConfigError for one
+    that no header can hold; the message does not tell it."""
     key = api_key or os.environ.get(KEY_VARIABLE)
+    if key and not (key.isascii() and key.isprintable()):
+        where = "--api-key" if api_key else KEY_VARIABLE
+        raise ConfigError(f"{where} has a line end or another character that no HTTP header can hold: remove it")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -171,6 +171,14 @@ def test_urls_without_a_host_or_with_a_wrong_port(kvllm, url):
         assert code == 2 and "is no URL of a server" in err
 
 
+@pytest.mark.parametrize("key", ["sesame\n", "sesame\r", "sésame"])
+def test_a_key_that_no_header_can_hold_is_told_and_not_shown(kvllm, monkeypatch, key):
+    monkeypatch.setenv("KVLLM_API_KEY", key)
+    for command in (["complete", "-q", "a"], ["bench", "serve"], ["top"]):
+        code, _, err = kvllm(*command)
+        assert code == 2 and "KVLLM_API_KEY has a line end or another" in err and "same" not in err
+
+
 
 
 def test_settings_of_compression_reach_the_server(kvllm, server):
