@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx2
@@ -42,9 +42,14 @@ class Connection:
         return first_model(self.root, self.get("/v1/models")).id
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Chunk]:
-        """The chunks of a streamed answer. Closing the iterator ends the request."""
+        """The chunks of a streamed answer. Closing the iterator ends the request. Raises ConfigError for a body with
+        text that is no UTF-8, or with a number that JSON lacks."""
+        try:
+            request = self._client.build_request("POST", path, json=body | {"stream": True})
+        except ValueError as error:
+            raise ConfigError(f"the request cannot be written as JSON in UTF-8: {error}") from None
         reader = EventReader()
-        with self._reporting_failures(), self._client.stream("POST", path, json=body | {"stream": True}) as response:
+        with self._reporting_failures(), closing(self._client.send(request, stream=True)) as response:
             _check(response)
             for data in response.iter_bytes():
                 for event in reader.feed(data):

@@ -59,7 +59,10 @@ def answer_all(quick: str | None, answer: Callable[[str], None], commands: ChatC
     if quick is not None:
         answer(quick)
     elif not sys.stdin.isatty():
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is no text in UTF-8 ({error})") from None
         if not text.strip():
             raise ConfigError("standard input is empty: give a prompt there, or with -q")
         answer(text)

@@ -179,6 +179,11 @@ def test_a_key_that_no_header_can_hold_is_told_and_not_shown(kvllm, monkeypatch,
         assert code == 2 and "KVLLM_API_KEY has a line end or another" in err and "same" not in err
 
 
+def test_a_request_that_is_no_json_is_told(kvllm, server):
+    code, _, err = kvllm("complete", "--url", server.url, "-q", "a\udcff")
+    assert code == 2 and "cannot be written as JSON in UTF-8" in err
+    code, _, err = kvllm("complete", "--url", server.url, "-q", "a", "--temperature", "nan")
+    assert code == 2 and "cannot be written as JSON in UTF-8" in err
 
 
 def test_settings_of_compression_reach_the_server(kvllm, server):
