@@ -8,6 +8,7 @@ import platform
 import random
 import shlex
 import sys
+import tempfile
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +44,7 @@ async def bench(args: argparse.Namespace, extra: dict[str, Any]) -> bool:
     metrics = summary.parse_metrics(args.percentile_metrics)
     percentiles = summary.parse_percentiles(args.metric_percentiles)
     root = root_of(args.url)
+    check_folder(args)
     async with open_session(headers(args.api_key)) as session:
         server = await describe_server(session, root)
         model = args.model or server["model"]
@@ -139,6 +141,16 @@ def _warnings(run: Run) -> list[str]:
     return [f"warning: the client used {share:.0%} of a core, so its own work may have delayed what it measured"]
 
 
+def check_folder(args: argparse.Namespace) -> None:
+    """Make the folder of the files, if any are asked for. Raises OSError if none can be written there, which is better
+    known before the load."""
+    if args.save_result or args.save_detailed or args.plot:
+        folder = (args.result_dir / (args.result_filename or "result.json")).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
 def write_files(args: argparse.Namespace, result: dict[str, Any], run: Run) -> None:
     """Write the JSON file and the plot, as far as they are asked for."""
     rate, now = f"{result['request_rate']}qps", datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -148,7 +160,6 @@ def write_files(args: argparse.Namespace, result: dict[str, Any], run: Run) -> N
     if args.save_detailed:
         result = result | _details(run)
     if args.save_result or args.save_detailed:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         print(f"Written: {path}")
     if args.plot:

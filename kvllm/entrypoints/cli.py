@@ -88,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read the output has ended; Python would complain again when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"error: {error.filename}: {error.strerror}", FAILED)
 
 
 def _fail(message: str, code: int) -> NoReturn:

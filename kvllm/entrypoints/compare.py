@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     variants = make_variants(setting, methods, args.memory, args.kv_cache_dtypes, stored)
     plans = [plan_variant(variant, setting, lengths, haystacks) for variant in variants]
     print(describe(record, needles, plans), flush=True)
+    record.write(directory)  # before the work, which would be lost where nothing can be written
     with warnings_only("kvllm.start_report"):
         measure_all(record, directory, plans, setting, needles)
     found = {plan.variant.name: record.variants[plan.variant.name] for plan in plans}

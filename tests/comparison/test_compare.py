@@ -257,6 +257,16 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
     assert 0.4 < found["variants"]["random 50%"]["pairs_share"] < 0.7
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(checkpoint: Path, texts, tmp_path, capsys) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        compare(checkpoint, taken, "--text", texts[0], "--pieces", "1", "--memory", "0.5", "--methods", "random")
+    printed = capsys.readouterr()
+    assert stopped.value.code == 1 and f"error: {taken}: File exists" in printed.err
+    assert "tokens/s" not in printed.out
+
+
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
     options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "1"]
     whole = compare(checkpoint, tmp_path / "whole", *options)

@@ -386,6 +386,16 @@ def test_chats(kvllm, server, tmp_path):
     assert max(map(len, result["itls"])) <= 9  # the chunk with the role alone is no token
 
 
+def test_files_that_cannot_be_written_are_told_before_the_load(kvllm, server, tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("")
+    before = metric(server, "vllm:prompt_tokens_total")
+    load = ("--num-prompts", "1", "--random-input-len", "5", "--save-result", "--result-dir", str(taken))
+    code, out, err = kvllm("bench", "serve", "--base-url", server.url, *load)
+    assert (code, out) == (1, "") and f"error: {taken}: " in err
+    assert metric(server, "vllm:prompt_tokens_total") == before
+
+
 def test_a_trace_at_its_own_times(kvllm, server, tmp_path):
     file = tmp_path / "trace.jsonl"
     requests = [(1000, 9, 3), (1500, 9000, 3), (1250, 7, 2), (2000, 5, 4)]  # one is longer than the model allows

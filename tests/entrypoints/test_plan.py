@@ -302,6 +302,13 @@ def test_wrong_values_end_with_a_message(options, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_plot_that_cannot_be_written_is_told(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(config_file(tmp_path, LLAMA_3_8B)), "--plot", str(tmp_path / "no" / "a.png")])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/no/a.png: No such file or directory\n"
+
+
 def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "--model", str(tmp_path), "--gpu-memory", "80 gigs"])
