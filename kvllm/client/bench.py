@@ -163,9 +163,9 @@ def write_files(args: argparse.Namespace, result: dict[str, Any], run: Run) -> N
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         print(f"Written: {path}")
     if args.plot:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        summary.plot(path.with_suffix(".png"), f"{result['model_id']}, {rate}{limit}", run)
-        print(f"Written: {path.with_suffix('.png')}")
+        picture = path.with_name(path.name.removesuffix(".json") + ".png")
+        summary.plot(picture, f"{result['model_id']}, {rate}{limit}", run)
+        print(f"Written: {picture}")
 
 
 def _details(run: Run) -> dict[str, list[Any]]:

@@ -396,6 +396,13 @@ def test_files_that_cannot_be_written_are_told_before_the_load(kvllm, server, tm
     assert metric(server, "vllm:prompt_tokens_total") == before
 
 
+def test_plots_have_the_names_of_their_results(kvllm, server, tmp_path):
+    load = ("--num-prompts", "1", "--random-input-len", "5", "--random-output-len", "2", "--result-dir", str(tmp_path))
+    for name in ("rate0.25", "rate0.5"):
+        kvllm("bench", "serve", "--base-url", server.url, *load, "--plot", "--result-filename", name)
+    assert {file.name for file in tmp_path.iterdir()} == {"rate0.25.png", "rate0.5.png"}
+
+
 def test_a_trace_at_its_own_times(kvllm, server, tmp_path):
     file = tmp_path / "trace.jsonl"
     requests = [(1000, 9, 3), (1500, 9000, 3), (1250, 7, 2), (2000, 5, 4)]  # one is longer than the model allows
