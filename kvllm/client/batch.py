@@ -88,6 +88,9 @@ def _requests(path: Path, file: BinaryIO) -> Iterator[tuple[int, BatchRequest]]:
 
 
 def _open(path: Path) -> BinaryIO:
+    """Raises ConfigError for what cannot be read, or not more than once."""
+    if path.is_fifo():
+        raise ConfigError(f"{path} is a pipe, and it is read more than once: give a file")
     try:
         return path.open("rb")
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -30,6 +31,16 @@ def test_a_wrong_input_is_refused_before_anything_runs(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         check_input(path)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """Its requests could not be read a second time, and the answers of an earlier run not at all."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="pipe is a pipe"):
+        check_input(path)
+    with pytest.raises(ConfigError, match="pipe is a pipe"), BatchOutput.open(path):
+        pass
 
 
 def result(custom_id: str) -> BatchResult:
