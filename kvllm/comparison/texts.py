@@ -14,6 +14,7 @@ from kvllm.config import require
 from kvllm.errors import ConfigError, RequestError
 from kvllm.llm import LLM
 from kvllm.sampling_params import SamplingParams
+from kvllm.simulation.workload import open_text
 from kvllm.tokenizer import Tokenizer
 
 QUESTION_FIELDS = ("problem", "question", "prompt")
@@ -95,15 +96,17 @@ def _encode(tokenizer: Tokenizer, kind: str, text: str) -> list[int]:
 
 def read_questions(path: Path, number: int) -> list[str]:
     """Questions of a JSONL file, spread evenly over it. Raises ConfigError."""
-    require(path.is_file(), "--dataset", str(path), "an existing file")
     fields = " or ".join(map(repr, QUESTION_FIELDS))
     questions = []
-    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            questions.append(str(next(record[field] for field in QUESTION_FIELDS if field in record)))
-        except (json.JSONDecodeError, StopIteration, TypeError):
-            raise ConfigError(f"--dataset {path}: line {line_number} is no JSON object with {fields}") from None
+    with open_text(path) as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                questions.append(str(next(record[field] for field in QUESTION_FIELDS if field in record)))
+            except (json.JSONDecodeError, StopIteration, TypeError):
+                raise ConfigError(f"--dataset {path}: line {line_number} is no JSON object with {fields}") from None
     allowed = f"a file with at least one line, a JSON object with {fields}"
     require(bool(questions), "--dataset", str(path), allowed)
     number = min(number, len(questions))

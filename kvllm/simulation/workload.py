@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import accumulate, cycle, islice
 from pathlib import Path
@@ -153,11 +154,16 @@ def read_requests(path: Path, num_prompts: int | None, longest: int) -> tuple[li
     return requests, left_out
 
 
-def open_text(path: Path) -> TextIO:
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """A file in UTF-8, with or without a byte order mark. Raises ConfigError where it cannot be read."""
     try:
-        return path.open(newline="")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8 ({error})") from None
 
 
 def _csv_requests(path: Path, file: TextIO) -> Iterator[TraceRequest]:

@@ -15,9 +15,11 @@ from kvllm import CompressionConfig
 from kvllm.comparison import measurement
 from kvllm.comparison.equal_memory import BLOCK_SIZE, fit, target
 from kvllm.comparison.figures import mean_of, t_quantile
+from kvllm.comparison.measurement import Result
 from kvllm.comparison.needles import hide
 from kvllm.comparison.predictions import sampled_positions
-from kvllm.comparison.texts import Text
+from kvllm.comparison.report import on_a_command_line
+from kvllm.comparison.texts import Text, read_questions
 from kvllm.compression.specs import SPECS
 from kvllm.core.policies import Standalone
 from kvllm.entrypoints import cli
@@ -204,10 +206,14 @@ def test_refused_variants_have_rows(texts: list[str], tokenizer: Any, tmp_path: 
         (["--text", "TEXT", "TEXT"], "one file of each name"),
         (["--text", "TEXT", "--length", "60"], "--length"),
         (["--dataset", "TEXT"], "line 1 is no JSON object"),
+        (["--dataset", "BYTES"], "bytes is no text in UTF-8"),
     ],
 )
 def test_bad_input(options: list[str], message: str, checkpoint: Path, texts: list[str], tmp_path, capsys) -> None:
-    given = [texts[0] if option == "TEXT" else option for option in options]
+    files = {"TEXT": texts[0], "BYTES": str(tmp_path / "bytes"), "EMPTY": str(tmp_path / "empty")}
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").write_text("")
+    given = [files.get(option, option) for option in options]
     with pytest.raises(SystemExit) as stopped:
         compare(checkpoint, tmp_path, *given)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
@@ -255,6 +261,15 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
     assert [tokens.decode(text["prompt"]) for text in found["texts"]] == [f"What is {i}?\n" for i in (0, 3, 6)]
     assert all(piece["kind"] == "asked" for piece in found["variants"]["all pairs"]["pieces"])
     assert 0.4 < found["variants"]["random 50%"]["pairs_share"] < 0.7
+
+
+def test_lines_of_a_dataset_end_with_line_feeds_alone(tmp_path: Path) -> None:
+    """JSON may have other separators of lines within its strings; blank lines and a byte order mark are left out."""
+    path = tmp_path / "asked.jsonl"
+    asked = ["a\u2028b", "c\u0085d"]
+    lines = [json.dumps({"question": each}, ensure_ascii=False) for each in asked]
+    path.write_bytes(f"\ufeff{lines[0]}\r\n\r\n{lines[1]}\n".encode())
+    assert read_questions(path, 9) == asked
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(checkpoint: Path, texts, tmp_path, capsys) -> None:

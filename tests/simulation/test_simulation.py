@@ -412,6 +412,17 @@ def test_refuses_a_workload_that_it_cannot_use(tmp_path, name, text, message):
         load_workload(file, 100)
 
 
+def test_files_of_windows_are_read(tmp_path):
+    """With a byte order mark and other ends of lines."""
+    csv, jsonl = tmp_path / "a.csv", tmp_path / "m.jsonl"
+    csv.write_bytes("\ufeffContextTokens,GeneratedTokens\r\n5,6\r\n".encode())
+    jsonl.write_bytes('\ufeff{"input_length": 5, "output_length": 6}\r\n'.encode())
+    assert load_workload(csv, 100).lengths == load_workload(jsonl, 100).lengths == [(5, 6)]
+    csv.write_bytes("ContextTokens,GeneratedTokens\n5,6\n".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"a\.csv is no text in UTF-8"):
+        load_workload(csv, 100)
+
+
 def test_repeats_a_trace_that_is_too_short(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n,396,109\n,879,55\n")
