@@ -78,7 +78,7 @@ def cut_texts(sources: Mapping[str, str], cut: Cut, tokenizer: Tokenizer) -> lis
     for i, kind in enumerate(kinds):
         number = cut.pieces // len(kinds) + (i < cut.pieces % len(kinds))
         stretch = len(sources[kind]) // number
-        for start in range(0, stretch * number, max(1, stretch)):
+        for start in (stretch * piece for piece in range(number)):
             part = sources[kind][start : start + min(stretch, MOST_CHARACTERS * cut.length)]
             tokens = _encode(tokenizer, kind, part)[: cut.length]
             allowed = f"at most {len(tokens)} for {number} pieces of the text {kind!r}: lower it, or --pieces"

@@ -207,6 +207,8 @@ def test_refused_variants_have_rows(texts: list[str], tokenizer: Any, tmp_path: 
         (["--text", "TEXT", "--length", "60"], "--length"),
         (["--dataset", "TEXT"], "line 1 is no JSON object"),
         (["--dataset", "BYTES"], "bytes is no text in UTF-8"),
+        (["--text", "EMPTY"], "--length=260 is not allowed: at most"),
+        (["--text", "TEXT", "EMPTY", "--pieces", "2"], "--length=260 is not allowed: at most"),
     ],
 )
 def test_bad_input(options: list[str], message: str, checkpoint: Path, texts: list[str], tmp_path, capsys) -> None:
