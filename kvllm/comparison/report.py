@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def on_a_command_line(result: Result, model: str) -> str:
     if compression:
         settings = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in compression.items())
         flags.append(f"--compression {','.join(settings)}")
-    return " ".join(["kvllm serve", model, *flags])
+    return " ".join(["kvllm serve", shlex.quote(model), *flags])
 
 
 def plot(path: Path, title: str, results: Mapping[str, Result], figures: Mapping[str, Figures]) -> None:

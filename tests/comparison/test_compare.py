@@ -284,6 +284,11 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(checkpoint: Pat
     assert "tokens/s" not in printed.out
 
 
+def test_a_recommended_command_can_be_pasted() -> None:
+    result = Result(name="all pairs", method=None, memory=1, share=1, kv_cache_dtype="auto")
+    assert on_a_command_line(result, "my models/a") == "kvllm serve 'my models/a' --block-size 16"
+
+
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
     options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "1"]
     whole = compare(checkpoint, tmp_path / "whole", *options)
