@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
     path = given_checkpoint(args)
     model = read_model_config(path)
-    longest = args.max_model_len or model.max_position_embeddings
+    longest = model.max_position_embeddings if args.max_model_len is None else args.max_model_len
     windows = bounding(model.windows, longest)
     compression = parse_compression(args.compression)
     if compression is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvllm.config import CompressionConfig, EngineConfig, bounding, check_host_size, host_room, make_kv_groups
+from kvllm.config import CompressionConfig, EngineConfig, bounding, check_host_size, host_room, make_kv_groups, require
 from kvllm.config.engine import SWAP_MODES
 from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
         simulate_tenants(args, cost)
         return
     compression = parse_compression(args.compression)
-    if args.trace or args.replicas > 1:
+    if args.trace or args.replicas != 1:
         longest, parts = load_fleet(args, longest_request(args, cost))
         of_fleet = [make_config(args, cost, longest, each) for each in (None, compression)[: 1 + bool(compression)]]
         print(simulate_fleets(args, cost, of_fleet, parts))
@@ -181,6 +181,7 @@ def run(args: argparse.Namespace) -> None:
 def longest_request(args: argparse.Namespace, cost: CostModel) -> int:
     """Tokens of the longest request that is served."""
     most = cost.model.max_position_embeddings
+    require(args.max_model_len is None or args.max_model_len >= 1, "max_model_len", args.max_model_len, "at least 1")
     return min(args.max_model_len or most, most)
 
 

@@ -193,6 +193,7 @@ class CostModel:
 
         Raises ConfigError if that is not a single block.
         """
+        require(block_size >= 1, "block_size", block_size, "at least 1")
         require(0 < memory_utilization <= 1, "gpu_memory_utilization", memory_utilization, "above 0, at most 1")
         usable = self.hardware.memory_bytes * memory_utilization - self.hardware.reserved_bytes
         pair_bytes = self.kv_pair_bytes + (4 * self.kv_heads if scored else 0)

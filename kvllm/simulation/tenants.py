@@ -111,6 +111,7 @@ def parse_tenants(text: str) -> list[TenantLoad]:
 
 def make_load(tenants: list[TenantLoad], duration: float, longest: int, seed: int = 0) -> Load:
     """The requests of all tenants in `duration` seconds. A tenant's own do not depend on the others."""
+    require(duration < math.inf, "duration", duration, "a number of seconds")
     requests = []
     for tenant in tenants:
         rng = random.Random(f"{seed} {tenant.name}")

@@ -291,6 +291,7 @@ def test_report_and_plot(tmp_path, capsys):
         (["--input-length", "0"], "input_length=0"),
         (["--prompt-length", "9000"], "prompt_length=9000"),
         (["--num-sequences", "0"], "num_sequences=0"),
+        (["--max-model-len", "0"], "max_model_len=0"),
         (["--compression", "window_block=3"], "'window_block'; did you mean window_blocks?"),
         (["--kv-cache-dtype", "int2"], "kv_cache_dtype='int2'"),
     ],

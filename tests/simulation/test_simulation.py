@@ -148,6 +148,8 @@ def test_weights_and_pool_fill_the_memory(cost):
     assert cost.pool_blocks(4, 0.5) == (10_000 - 5248) // (4 * 2 * 32)
     with pytest.raises(ConfigError, match="leave no room for a KV pool"):
         cost.pool_blocks(4, 0.1)
+    with pytest.raises(ConfigError, match="block_size=0 is not allowed"):
+        cost.pool_blocks(0, 0.5)
 
 
 def test_a_simulated_pool_counts_scales(model):
@@ -580,6 +582,8 @@ def test_command_without_compression(tmp_path, model_file, capsys):
         (["--rate", "-1"], "rate=-1.0 is not allowed"),
         (["--num-blocks", "9"], "lower max_model_len"),
         (["--max-model-len", "90"], "no request of at most 90 tokens"),
+        (["--max-model-len", "0"], "max_model_len=0 is not allowed"),
+        (["--replicas", "0"], "replicas=0 is not allowed"),
         (["--tensor-parallel-size", "8"], "tensor_parallel_size=8"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import msgspec
@@ -68,6 +69,12 @@ def test_files_and_specs_are_read_alike(tmp_path) -> None:
 def test_wrong_tenants_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_tenants(text)
+
+
+@pytest.mark.parametrize("duration", [math.inf, math.nan, -1.0])
+def test_a_duration_without_an_end_is_refused(duration: float) -> None:
+    with pytest.raises(ConfigError, match="duration="):
+        make_load(parse_tenants("name=a,rate=1"), duration, 100)
 
 
 def test_each_tenant_gets_its_figures(cost) -> None:
