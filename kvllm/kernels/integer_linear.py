@@ -148,10 +148,10 @@ def integer_linear(
         tiles = triton.cdiv(num_rows, rows)
     columns = 32 if rows == 16 else 64
     of_columns, whole = triton.cdiv(width, columns), triton.cdiv(depth, 2 * HALF)
-    is_split = not count and num_rows <= _FEW_ROWS
-    parts = min(_MOST_PARTS, whole, triton.cdiv(_PROGRAMS, tiles * of_columns)) if is_split else 1
+    few = not count and num_rows <= _FEW_ROWS
+    parts = min(_MOST_PARTS, whole, triton.cdiv(_PROGRAMS, of_columns)) if few else 1
     output = x.new_empty(num_rows, width)
-    sums = x.new_empty(parts, num_rows, width, dtype=torch.float32) if is_split else output
+    sums = x.new_empty(parts, num_rows, width, dtype=torch.float32) if parts > 1 else output
     _multiply_integers[(tiles, of_columns, parts)](
         sums,
         x,
@@ -178,6 +178,6 @@ def integer_linear(
         num_warps=4 if rows == 16 else 8,
         num_stages=4 if rows == 16 else 3,
     )
-    if is_split:
+    if parts > 1:
         _add_parts[(num_rows, triton.cdiv(width, _SUMMED))](output, sums, num_rows, width, parts, COLUMNS=_SUMMED)
     return output
