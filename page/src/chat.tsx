@@ -108,7 +108,7 @@ function SettingsDialog() {
       <label class="block">Instructions that every answer follows (system prompt)
         <textarea rows={4} dir="auto" value={conversation.system} onInput={event => { conversation.system = event.currentTarget.value; note(); }} /></label>
       <div class="fields">{FIELDS.map(([name, label, help, limits]) => (
-        <label class="block">{label}<input type="number" {...limits} value={settings[name] ?? ""} placeholder="the model's own" onInput={event => set(name, event.currentTarget.value)} /><small>{help}</small></label>
+        <label class="block">{label}<input type="number" {...limits} defaultValue={settings[name] ?? ""} placeholder="the model's own" onInput={event => set(name, event.currentTarget.value)} /><small>{help}</small></label>
       ))}</div>
       {info.value?.has_chat_template && <details><summary>Tools</summary>
         <label class="block">Functions that the model may call, a list in JSON<textarea rows={5} class="mono" value={settings.tools ?? ""} onInput={event => set("tools", event.currentTarget.value)} /></label>

@@ -174,15 +174,19 @@ def test_a_chat_streams_and_is_there_after_a_reload(page: Page) -> None:
     page.evaluate(KEEP_BODIES)
     page.click("text=Settings")
     page.fill("#chat-settings textarea >> nth=0", "Answer in French.")
-    for index, value in enumerate(("0", "0.9", "300", "7")):
-        page.fill(f"#chat-settings input[type=number] >> nth={index}", value)
+    for index, value in enumerate(("0", "0.95", "300", "7")):
+        page.click(f"#chat-settings input[type=number] >> nth={index}")
+        for key in value:  # the dialog is drawn anew behind each
+            page.keyboard.press(key)
+            settled(page)
     page.click("#chat-settings >> text=Close")
     page.select_option("#model", "other")
     ask(page, "the first question")
     (answer,) = ended(page).all()
     (body,) = page.evaluate("bodies")
     assert body["messages"][0] == {"role": "system", "content": "Answer in French."}
-    assert [body[name] for name in ("model", "temperature", "top_p", "max_tokens", "seed")] == ["other", 0, 0.9, 300, 7]
+    names = ("model", "temperature", "top_p", "max_tokens", "seed")
+    assert [body[name] for name in names] == ["other", 0, 0.95, 300, 7]
     assert "compression" not in body  # the server's own
     text = answer.locator(".prose").inner_text()
     assert len(text) > 100
