@@ -20,6 +20,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     431: "RequestHeaderTooLargeError",

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvllm.serving.errors import ApiError, bad_request, unavailable
+from kvllm.serving.errors import ApiError, unavailable
 from kvllm.serving.sse import EventStream, Write, write_out
 
 HEADER = "x-keep-answer"
@@ -86,7 +86,7 @@ class KeptAnswers:
         """Keep a new answer. Raises ApiError if its id is taken, or too many are running."""
         shelf = self._shelf(tenant)
         if name in shelf and not shelf[name].is_refused:
-            raise bad_request(f"there is an answer with the id {name!r} already: choose another one", HEADER)
+            raise ApiError(409, f"there is an answer with the id {name!r} already: choose another one", param=HEADER)
         while len(shelf) >= MAX_ANSWERS or sum(answer.size for answer in shelf.values()) > MAX_BYTES:
             ended = [(answer.ended, other) for other, answer in shelf.items() if answer.ended is not None]
             if not ended:

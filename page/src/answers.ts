@@ -124,6 +124,7 @@ async function read(conversation: Conversation, answer: Message, resumes: boolea
       if (signal.aborted) throw error;
       const status = error instanceof Problem ? error.status : error instanceof TypeError ? 0 : null;
       if (status === 401) { await askForKey("This server needs an API key."); continue; }
+      if (status === 409) { isAsked = true; continue; }  // another tab has asked for it
       if (status === 404 && isAsked) {
         if (answer.last) throw new Problem(GONE, 404, false);
         isAsked = false;  // it had never arrived

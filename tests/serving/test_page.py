@@ -224,6 +224,37 @@ def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProc
     assert texts[0] == texts[1] and texts[0].startswith(before[:150]) and len(texts[0]) > len(before)
 
 
+def test_two_tabs_show_one_answer(browser: Browser, server: ServerProcess) -> None:
+    """Whichever of them reaches the server first."""
+    context = browser.new_context()
+    context.add_init_script(giving_key(KEYS["alice"]))
+    page, other = context.new_page(), context.new_page()
+    page.goto(server.url)
+    page.wait_for_selector(".welcome h2")
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}))
+    other.goto(server.url)
+    other.click(".chats .open")
+    other.wait_for_selector(".answer")
+    page.evaluate(SEND_LATE)
+    ask(page, "which tab asks?")
+    texts = []
+    for each in (other, page):
+        ended(each, 2)
+        assert not each.locator(".problem").count()
+        texts.append(each.locator(".prose").nth(1).text_content())
+    assert texts[0] and texts[0] == texts[1]
+    context.close()
+
+
+SEND_LATE = """() => {
+  const send = window.fetch;
+  window.fetch = async (path, options) => {
+    if (path.endsWith("completions")) await new Promise(resolve => setTimeout(resolve, 500));
+    return send(path, options);
+  };
+}"""
+
+
 def test_a_lost_answer_is_told_in_words(browser: Browser, server: ServerProcess) -> None:
     """The server was started again; it cannot be reached; the conversation is too long."""
     context = browser.new_context()
