@@ -33,18 +33,26 @@ export const load = (id: string) => run<Conversation | undefined>("readonly", st
 export async function save(conversation: Conversation) {
   if (forgotten.has(conversation.id)) return;
   await run("readwrite", store => store.put(conversation));
-  channel.postMessage(conversation.id);
+  channel.postMessage({ id: conversation.id, isGone: false });
 }
 
 export const remember = (id: string) => forgotten.delete(id);
 
 export async function forget(id: string) {
-  forgotten.add(id);
-  await run("readwrite", store => store.delete(id));
-  channel.postMessage(id);
+  channel.postMessage({ id, isGone: true });
+  await erase(id);
 }
 
-// Calls back with the id of a conversation that another tab has changed.
-export function onForeignChange(react: (id: string) => void) {
-  channel.onmessage = event => react(event.data);
+async function erase(id: string) {
+  forgotten.add(id);
+  await run("readwrite", store => store.delete(id));
+}
+
+// Calls back with the id of a conversation that another tab has changed or deleted.
+export function onForeignChange(react: (id: string, isGone: boolean) => void) {
+  channel.onmessage = ({ data: { id, isGone } }) => {
+    if (isGone) erase(id).catch(() => {});  // once more: this tab may just have saved it
+    else remember(id);
+    react(id, isGone);
+  };
 }

@@ -35,8 +35,9 @@ export async function start() {
 
 const newestFirst = (list: Conversation[]) => [...list].sort((a, b) => b.updated - a.updated);
 
-async function takeForeign(id: string) {
+async function takeForeign(id: string, isGone: boolean) {
   const known = conversations.value.find(each => each.id === id);
+  if (isGone) { if (known) discard(known); return; }
   if (known && hasRunning(known)) return;
   const found = await load(id).catch(() => undefined);
   const others = conversations.value.filter(each => each.id !== id);
@@ -102,11 +103,15 @@ export function removeMessage(message: Message) {
   toast.value = { text: "The message was deleted.", undo: () => { Object.assign(conversation, before); changed(conversation); } };
 }
 
-export function removeConversation(conversation: Conversation) {
+function discard(conversation: Conversation) {
   for (const each of Object.values(conversation.messages)) if (isRunning(each)) stop(each);
   conversations.value = conversations.value.filter(each => each.id !== conversation.id);
-  forget(conversation.id).catch(() => {});
   if (current.value.id === conversation.id) show(newConversation());
+}
+
+export function removeConversation(conversation: Conversation) {
+  discard(conversation);
+  forget(conversation.id).catch(() => {});
   toast.value = { text: "The chat was deleted.", undo: () => { remember(conversation.id); changed(conversation); show(conversation); } };
 }
 

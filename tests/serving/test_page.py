@@ -246,6 +246,23 @@ def test_two_tabs_show_one_answer(browser: Browser, server: ServerProcess) -> No
     context.close()
 
 
+def test_a_chat_that_another_tab_deletes_stays_away(page: Page, server: ServerProcess) -> None:
+    """Though its answer runs in this one."""
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.wait_for_selector(".chats .open")
+    ask(page, "go on")
+    page.wait_for_selector(".answer >> nth=1 >> .prose")
+    other.click(".chats [aria-label^=Delete]")
+    page.wait_for_selector(".chats li", state="detached")
+    wait_until(lambda: server.json("/load", headers=authorization("alice"))[1]["server_load"] == 0, "the end")
+    page.wait_for_timeout(300)  # in which what has ended would be saved
+    other.reload()
+    other.wait_for_selector(".welcome h2")
+    assert other.locator(".chats li").count() == 0
+
+
 SEND_LATE = """() => {
   const send = window.fetch;
   window.fetch = async (path, options) => {
