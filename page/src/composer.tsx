@@ -2,7 +2,7 @@
 
 import { signal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
-import { runningCount } from "./answers";
+import { hasRunning, runningCount } from "./answers";
 import { percent } from "./format";
 import { type Attachment, path } from "./model";
 import { info, status } from "./server";
@@ -30,9 +30,10 @@ export function Composer() {
     box.style.height = "auto";
     box.style.height = `${Math.min(box.scrollHeight + 2, innerHeight * 0.4)}px`;
   };
+  const runs = runningCount.value > 0 && hasRunning(current.value);
   const submit = () => {
     const text = field.current!.value.trim();
-    if (!text && !files.value.length || runningCount.value || !info.value) return;
+    if (!text && !files.value.length || runs || !info.value) return;
     send(text, files.value);
     files.value = [];
     problem.value = "";
@@ -91,7 +92,7 @@ export function Composer() {
         <input ref={picker} type="file" multiple hidden aria-label="Text files" onChange={() => { attach([...picker.current!.files!]); picker.current!.value = ""; }} />
         <MemorySlider />
         <span class="space" />
-        {runningCount.value ? <button type="button" class="primary" onClick={stopAll}>Stop</button>
+        {runs ? <button type="button" class="primary" onClick={stopAll}>Stop</button>
           : <button type="submit" class="primary" disabled={!info.value}>Send</button>}
       </div>
     </form>

@@ -350,6 +350,20 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     assert page.locator(".chats li").count() == 0  # its answer has not brought it back
 
 
+def test_another_chat_need_not_wait_for_an_answer(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG), conversation())
+    ask(page, "a long one")
+    page.wait_for_selector(".answer >> nth=1 >> .prose")
+    page.click(".chats .open >> nth=1")
+    page.wait_for_selector(".welcome h2")
+    ask(page, "a short one")
+    shows_questions(page, "a short one")
+    ended(page, 1)
+    page.click(".chats .open >> nth=1")
+    page.click("button:text-is('Stop')")
+    page.wait_for_selector("text=Stopped.")
+
+
 MARKDOWN = r"""Here is **bold** and $e^{i\pi}+1=0$.
 
 $$\int_0^1 x^2\,dx = \frac{1}{3}$$
