@@ -1,6 +1,7 @@
 // Requests to the server: the key, streams of events, and errors in words.
 
 import { signal } from "@preact/signals";
+import { note, recall } from "./database";
 
 const NAME = "kvllm-keys";
 
@@ -14,12 +15,12 @@ export const keyWanted = signal<string | null>(null);
 let waiting: (() => void)[] = [];
 
 function remembered(): Key[] {
-  try { return JSON.parse(sessionStorage.getItem(NAME) ?? "[]"); } catch { return []; }
+  try { return JSON.parse(recall(NAME) ?? "[]"); } catch { return []; }
 }
 
 function set(list: Key[]) {
   keys.value = list;
-  sessionStorage.setItem(NAME, JSON.stringify(list.filter(key => key.remembers)));
+  note(NAME, JSON.stringify(list.filter(key => key.remembers)));
 }
 
 const others = (key: Key) => keys.value.filter(each => each.value !== key.value);

@@ -27,6 +27,15 @@ async function run<T>(mode: IDBTransactionMode, work: (store: IDBObjectStore) =>
   });
 }
 
+// What this tab remembers until it is closed. A browser that keeps nothing raises an error at the mere name.
+export function recall(name: string): string | null {
+  try { return sessionStorage.getItem(name); } catch { return null; }
+}
+
+export function note(name: string, text: string) {
+  try { sessionStorage.setItem(name, text); } catch { /* it lasts until the page is left */ }
+}
+
 export const loadAll = () => run<Conversation[]>("readonly", store => store.getAll());
 export const load = (id: string) => run<Conversation | undefined>("readonly", store => store.get(id));
 

@@ -2,7 +2,7 @@
 
 import { effect, signal } from "@preact/signals";
 import { ask, follow, hasRunning, isRunning, resumeAll, stop } from "./answers";
-import { forget, load, loadAll, onForeignChange, remember, save } from "./database";
+import { forget, load, loadAll, note, onForeignChange, recall, remember, save } from "./database";
 import { type Attachment, type Conversation, type Message, add, newConversation, newestLeaf, path, remove } from "./model";
 import { info } from "./server";
 
@@ -24,10 +24,10 @@ export async function start() {
   } catch {
     storageProblem.value = "This browser keeps no history here: conversations last until the page is left.";
   }
-  const shown = sessionStorage.getItem(SHOWN);
+  const shown = recall(SHOWN);
   const found = conversations.value.find(each => each.id === shown);
   if (found) current.value = found;
-  effect(() => sessionStorage.setItem(SHOWN, current.value.id));
+  effect(() => note(SHOWN, current.value.id));
   effect(() => { if (info.value) resumeAll(conversations.value); });
   onForeignChange(takeForeign);
   addEventListener("pagehide", () => { if (hasRunning(current.value)) save(current.value).catch(() => {}); });

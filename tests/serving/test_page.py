@@ -610,6 +610,29 @@ def test_chats_leave_and_come_back_as_files(page: Page, tmp_path: Path) -> None:
     page.wait_for_selector(".toast >> text=no conversations")
 
 
+def test_a_browser_that_keeps_nothing_chats_too(browser: Browser, server: ServerProcess) -> None:
+    context = browser.new_context()
+    context.add_init_script(DENY_STORAGE)
+    page = context.new_page()
+    page.goto(server.url)
+    page.fill("#key", KEYS["alice"])
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".welcome h2")
+    page.wait_for_selector(".problem >> text=This browser keeps no history here")
+    ask(page, "are you there?")
+    page.wait_for_selector(".prose")
+    page.click("button:text-is('Stop')")
+    context.close()
+
+
+DENY_STORAGE = """
+  const deny = () => { throw new DOMException("denied", "SecurityError"); };
+  Object.defineProperty(window, "sessionStorage", { get: deny });
+  IDBFactory.prototype.open = deny;
+"""
+"""As browsers do where cookies are blocked."""
+
+
 def test_the_chat_needs_no_mouse(page: Page, server: ServerProcess) -> None:
     bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
     page.reload()
