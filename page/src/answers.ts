@@ -123,7 +123,12 @@ async function read(conversation: Conversation, answer: Message, resumes: boolea
     } catch (error) {
       if (signal.aborted) throw error;
       const status = error instanceof Problem ? error.status : error instanceof TypeError ? 0 : null;
-      if (status === 401) { await askForKey("This server needs an API key."); continue; }
+      if (status === 401) {
+        const [refused] = keys.value;
+        await askForKey("This server needs an API key.");
+        if (keys.value[0] === refused) throw error;
+        continue;
+      }
       if (status === 409) { isAsked = true; continue; }  // another tab has asked for it
       if (status === 404 && isAsked) {
         if (answer.last) throw new Problem(GONE, 404, false);

@@ -67,6 +67,7 @@ async function run() {
         const [refused] = keys.value;
         if (refused) forgetKey(refused);
         await askForKey(refused ? "The server does not know this key: give another one." : "This server needs an API key.");
+        if (!keys.value.length) await woken();  // the user has closed the dialog: “Key” opens it again
         continue;
       }
       const isOut = !(error instanceof Problem) || error.status === 0;

@@ -787,6 +787,10 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     page = context.new_page()
     page.goto(server.url + "/#monitor")
     page.wait_for_selector("#key-dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_timeout(500)  # in which it would come back
+    assert page.locator("#key-dialog").count() == 0
+    page.click("#change-key")
     page.fill("#key", KEYS["alice"])
     page.uncheck("#key-dialog input[type=checkbox]")
     page.keyboard.press("Enter")
@@ -807,6 +811,12 @@ def test_a_key_is_asked_for(browser: Browser, server: ServerProcess) -> None:
     page.wait_for_selector("#key-dialog >> text=does not know this key")
     page.click("#key-dialog .keys >> text=alice")
     page.wait_for_selector("#change-key >> text=Key: alice")
+    page.click("nav >> text=Chat")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=401, json={}))  # the keys were changed
+    ask(page, "do you know me?")
+    page.wait_for_selector("#key-dialog >> text=needs an API key")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".answer .problem >> text=give one with “Key” above")
     context.close()
 
 
