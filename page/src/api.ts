@@ -53,7 +53,8 @@ export function askForKey(note: string): Promise<void> {
 // of: the name of a key other than the one in use, if it is known.
 function headers(given: Record<string, string> = {}, of?: string): Record<string, string> {
   const key = (of && keys.value.find(each => each.name === of)) || keys.value[0];
-  return key ? { ...given, Authorization: `Bearer ${key.value}` } : given;
+  // A header takes bytes alone; the server knows no key with other characters, and says so.
+  return key ? { ...given, Authorization: `Bearer ${key.value.replace(/[^\x20-\xff]/g, "?")}` } : given;
 }
 
 // What went wrong, in words with what to do. isPassing: whether the same request may succeed later.
