@@ -75,6 +75,9 @@ function conversation(given: any): Conversation {
       ...(each.role === "assistant" ? { state: "done" as const, model: string(each.model) } : {}),
     };
   }
+  for (const each of Object.values(made.messages)) {
+    if (path(made, each.id)[0].parent !== null) each.parent = null;  // it goes in circles, or its parent is missing
+  }
   made.leaf = names.get(given?.leaf) ?? null;
   if (made.leaf === null || !made.messages[made.leaf]) made.leaf = Object.keys(made.messages).at(-1) ?? null;
   return made;

@@ -610,6 +610,17 @@ def test_chats_leave_and_come_back_as_files(page: Page, tmp_path: Path) -> None:
     page.wait_for_selector(".toast >> text=no conversations")
 
 
+def test_messages_that_go_in_circles_are_brought_in(page: Page) -> None:
+    alternative = {"content": "C", "role": "assistant", "parent": "0"}
+    circle = conversation({"content": "A"}, {"content": "B", "at": 9}, alternative)
+    circle["messages"]["0"]["parent"] = "1"
+    bring_in(page, circle)
+    page.wait_for_selector(".branches >> text=1/2")
+    page.locator("[aria-label='Later version']").last.click()
+    page.wait_for_selector(".prose >> text=B")
+    shows_questions(page, "A")
+
+
 def test_a_browser_that_keeps_nothing_chats_too(browser: Browser, server: ServerProcess) -> None:
     context = browser.new_context()
     context.add_init_script(DENY_STORAGE)
