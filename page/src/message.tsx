@@ -79,7 +79,7 @@ function Branches({ message }: { message: Message }) {
 // The parts of an answer, without what can be done to it.
 function Answer({ message }: { message: Message }) {
   changes(message.id).value;
-  const runs = isRunning(message);
+  const runs = isRunning(message), isFull = message.usage && message.usage.total_tokens >= (info.value?.max_model_len ?? Infinity);
   return (
     <>
       {message.thought && <Thought message={message} runs={runs} />}
@@ -87,8 +87,9 @@ function Answer({ message }: { message: Message }) {
       {message.calls?.map(call => <ToolCall message={message} call={call} runs={runs} />)}
       {runs && !message.content && !message.thought && <p class="waiting">Thinking…</p>}
       {message.error && <p class="problem" role="alert">{message.error} <button type="button" onClick={() => retry(message)}>Try again</button></p>}
-      {message.finish === "length" && !runs && <p class="note">The answer was cut off at the most tokens allowed: see Settings.</p>}
-      {message.state === "stopped" && <p class="note">Stopped.</p>}
+      {message.finish === "length" && !runs && <p class="note">{isFull ? "The answer was cut off: the model's context is full. Start a new chat."
+        : "The answer was cut off at the most tokens allowed: see Settings."}</p>}
+      {(message.state === "stopped" || message.finish === "abort") && <p class="note">Stopped.</p>}
       <MemoryStrip message={message} />
     </>
   );

@@ -364,6 +364,24 @@ def test_another_chat_need_not_wait_for_an_answer(page: Page) -> None:
     page.wait_for_selector("text=Stopped.")
 
 
+def test_what_ended_an_answer_is_told(page: Page, server: ServerProcess) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}))
+    ask(page, "short")
+    ended(page, 2)
+    page.wait_for_selector("text=The answer was cut off at the most tokens allowed: see Settings.")
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={"temperature": 0}))
+    ask(page, "中" * 1900)
+    ended(page, 2)
+    page.wait_for_selector("text=The answer was cut off: the model's context is full.")
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings=LONG))
+    ask(page, "to be cancelled in the monitor")
+    page.wait_for_selector(".answer >> nth=1 >> .prose")
+    (request,) = requests_of(server, "alice")
+    server.request(f"/live/requests/{request}", headers=authorization("alice"), method="DELETE")
+    ended(page, 2)
+    page.wait_for_selector("text=Stopped.")
+
+
 MARKDOWN = r"""Here is **bold** and $e^{i\pi}+1=0$.
 
 $$\int_0^1 x^2\,dx = \frac{1}{3}$$
