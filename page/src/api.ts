@@ -91,7 +91,7 @@ export function inWords(status: number, message: string, wait = 0): string {
   if (status === 503) return `The server takes no requests now. Try again ${wait ? `in ${wait} s` : "soon"}. (${message})`;
   if (status === 413) return `This is too much text for one request: attach less. (${message})`;
   if (status === 400 && /context|too long|max_model_len|at most \d+ tokens/i.test(message)) {
-    return `The conversation is too long for the model: start a new chat, or shorten what you attached. (${message})`;
+    return `This is too long for the model: start a new chat, attach less, or lower “Most tokens” in Settings. (${message})`;
   }
   return message;
 }

@@ -293,6 +293,9 @@ def test_a_lost_answer_is_told_in_words(browser: Browser, server: ServerProcess)
     ended(page, 2)
     ask(page, "word " * 9000)
     page.wait_for_selector(".problem >> text=too long for the model")
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, settings={"max_tokens": 100_000}))
+    ask(page, "short")
+    page.wait_for_selector(".problem >> text=lower “Most tokens” in Settings")
     context.close()
 
 
