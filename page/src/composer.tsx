@@ -18,13 +18,17 @@ export const draft = signal("");
 
 export function Composer() {
   const field = useRef<HTMLTextAreaElement>(null), picker = useRef<HTMLInputElement>(null), back = useRef(0);
-  useEffect(() => draft.subscribe(text => {
-    if (!text) return;
-    field.current!.value = text;
-    draft.value = "";
-    grow();
-    field.current!.focus();
-  }), []);
+  useEffect(() => {
+    const box = field.current!;
+    const stop = draft.subscribe(text => {
+      if (!text) return;
+      box.value = text;
+      draft.value = "";
+      grow();
+      box.focus();
+    });
+    return () => { stop(); draft.value = box.value; };  // while the monitor is shown
+  }, []);
   const grow = () => {
     const box = field.current!;
     box.style.height = "auto";
