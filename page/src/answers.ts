@@ -173,7 +173,7 @@ function take(answer: Message, { id, data }: Event) {
 // Where the server does not part thoughts from the answer, their tags do.
 function splitThought(answer: Message, now: number) {
   const end = answer.content.indexOf("</think>");
-  if (end < 0) return;
+  if (end < 0 || answer.thoughtEnd !== undefined) return;
   answer.thought = (answer.thought ?? "") + answer.content.slice(0, end).replace("<think>", "").trim();
   answer.content = answer.content.slice(end + "</think>".length).trimStart();
   answer.thoughtEnd = now;

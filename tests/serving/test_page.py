@@ -437,6 +437,18 @@ def test_markdown_code_maths_thoughts_and_calls(page: Page) -> None:
     assert asking["tool_calls"][0]["function"]["name"] == "weather"
 
 
+def test_an_answer_may_speak_of_the_tags_of_thoughts(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}))
+    pieces = ("<think>Which tag?</think>", "It is `</th", "ink>`.")
+    body = "".join(f"data: {json.dumps({'choices': [{'delta': {'content': piece}}]})}\n\n" for piece in pieces)
+    body += "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    ask(page, "Which tag ends a thought?")
+    answer = ended(page, 2).nth(1)
+    assert answer.locator(".prose").inner_text() == "It is </think>."
+    assert answer.locator(".thought .plain").text_content() == "Which tag?"
+
+
 HARM = "window.harmed=1"
 HOSTILE_ANSWERS = (
     f"<script>{HARM}</script>",
