@@ -68,7 +68,7 @@ const marked = new Marked({
   gfm: true,
   extensions: [
     mathRule("displayMaths", "block", /\$\$|\\\[/, /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\])(?:\n|$)/),
-    mathRule("inlineMaths", "inline", /\$|\\\(/, /^(?:\$\$?(?!\s)((?:\\.|[^$\\\n])+?)(?<!\s)\$\$?(?!\d)|\\\(([^]+?)\\\))/),
+    mathRule("inlineMaths", "inline", /\$|\\\(/, /^(?:\$\$?(?!\s)((?:\\.|[^$\\\n`])+?)(?<!\s)\$\$?(?!\d)|\\\(([^]+?)\\\))/),
   ],
   renderer: {
     html: ({ text }) => HARMLESS.test(text.trim()) ? text : escape(text),
