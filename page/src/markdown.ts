@@ -73,7 +73,7 @@ const marked = new Marked({
   renderer: {
     html: ({ text }) => HARMLESS.test(text.trim()) ? text : escape(text),
     image: ({ href, text }) => link(href, `picture: ${text || href}`),
-    link({ href, tokens }) { return link(href, this.parser.parseInline(tokens), true); },
+    link({ href, tokens }) { return link(href, this.parser.parseInline(tokens).replace(/<\/?a\b[^>]*>/g, ""), true); },  // a picture is a link, too
     code: ({ text, lang }) => code(text, (lang ?? "").split(/\s/)[0].toLowerCase()),
     table(token) {
       const cells = (row: typeof token.header, tag: string) => row.map(cell =>

@@ -402,6 +402,8 @@ Costs are $5 and $6. <b>No markup</b>
 
 It costs $5, says `$HOME`.
 
+[![state](https://a.example/state.svg)](https://b.example/)
+
 مرحبا بالعالم
 """
 
@@ -417,6 +419,9 @@ def test_markdown_code_maths_thoughts_and_calls(page: Page) -> None:
     assert prose.locator("pre .hljs-keyword").all_text_contents() == ["def", "return"]
     assert "Costs are $5 and $6. <b>No markup</b>" in (prose.text_content() or "")
     assert prose.locator("p", has_text="It costs").inner_html() == "It costs $5, says <code>$HOME</code>."
+    assert prose.locator("a").evaluate_all("all => all.map(a => [a.href, a.innerText])") == [
+        ["https://b.example/", "picture: state"]
+    ]
     right_to_left = prose.locator("p", has_text="مرحبا")
     assert right_to_left.evaluate("each => getComputedStyle(each).direction") == "rtl"
     copies = {"text=Copy code": "def add(a, b):\n    return a + b", ".answer .actions >> text=Copy": MARKDOWN}
