@@ -49,8 +49,9 @@ function Editor({ message, onEnd }: { message: Message; onEnd: () => void }) {
     document.getElementById("composer")?.focus();
   };
   const key = (event: KeyboardEvent) => {
+    if (event.isComposing) return;
     if (event.key === "Escape") { event.stopPropagation(); onEnd(); document.getElementById("composer")?.focus(); }
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); save(); }
+    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); save(); }
   };
   return (
     <>

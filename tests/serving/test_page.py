@@ -333,6 +333,8 @@ def test_stop_again_edit_and_branches(page: Page, server: ServerProcess) -> None
     assert (page.locator(".prose").first.text_content() or "").strip() == "y"
     page.locator(".question").nth(1).locator("text=Edit").click()
     page.fill(".editor", "a better question")
+    for key in ("Enter", "Escape"):  # those of an input method
+        page.dispatch_event(".editor", "keydown", {"key": key, "isComposing": True})
     settled(page)
     page.keyboard.press("Enter")
     page.click("button:text-is('Stop')")
