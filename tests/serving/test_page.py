@@ -830,6 +830,15 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Browser, server: 
         assert not scrolls_sideways(page)
 
 
+def test_the_whole_conversation_is_printed(browser: Browser, server: ServerProcess) -> None:
+    if browser.browser_type.name != "chromium":
+        pytest.skip("Playwright prints with Chromium alone")
+    with watched_page(browser, server.url, key=KEYS["alice"]) as page:
+        page.wait_for_selector(".welcome h2")
+        bring_in(page, conversation(*[{"content": "word " * 500}] * 20))
+        assert len(re.findall(rb"/Type\s*/Page\b", page.pdf())) > 5
+
+
 MOTION = """() => {
   const found = document.querySelector("#app").appendChild(document.createElement("p"));
   found.className = "waiting";
