@@ -77,6 +77,7 @@ export async function follow(conversation: Conversation, answer: Message, resume
   const controller = new AbortController();
   running.set(answer.id, controller);
   Object.assign(answer, { state: "running", error: undefined, ended: undefined });
+  if (resumes) answer.begun = undefined;  // when its words came is not known
   runningCount.value = running.size;
   const saver = setInterval(() => keep(conversation), SAVE_PERIOD);
   keep(conversation);

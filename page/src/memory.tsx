@@ -197,8 +197,9 @@ export function measured(message: Message): string {
   const { usage, begun, first, ended } = message;
   if (!usage || !first) return "";
   const tokens = usage.completion_tokens, passed = ((ended ?? Date.now()) - first) / 1000;
+  if (!begun) return count(tokens, "token");  // the page was away
   const speed = tokens > 1 && passed > 0 ? ` · ${whole((tokens - 1) / passed)} tokens/s` : "";
-  return `${count(tokens, "token")}${speed}${begun ? ` · first after ${((first - begun) / 1000).toFixed(2)} s` : ""}`;
+  return `${count(tokens, "token")}${speed} · first after ${((first - begun) / 1000).toFixed(2)} s`;
 }
 
 // What an answer's KV cache takes.

@@ -220,7 +220,7 @@ def test_an_answer_goes_on_while_the_page_is_away(page: Page, server: ServerProc
     for each in (page, other):
         ended(each, 2)
         texts.append(each.locator(".prose").nth(1).text_content() or "")
-        assert "2,500 tokens" in each.locator(".answer .measured").nth(1).inner_text()
+        assert each.locator(".answer .measured").nth(1).inner_text() == "2,500 tokens"  # no speed, which is not known
     assert texts[0] == texts[1] and texts[0].startswith(before[:150]) and len(texts[0]) > len(before)
 
 
