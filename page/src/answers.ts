@@ -4,7 +4,7 @@ import { type Signal, signal } from "@preact/signals";
 import { type Event, Problem, askForKey, call, events, keys } from "./api";
 import { save } from "./database";
 import { type Conversation, type Message, add, asText, newId, path } from "./model";
-import { info, models, reconnect } from "./server";
+import { info, offered, reconnect } from "./server";
 
 const SAVE_PERIOD = 1000;
 const MARK_TOKENS = 8;
@@ -36,7 +36,7 @@ export const isRunning = (message: Message) => running.has(message.id);
 function body(conversation: Conversation, answer: Message) {
   const { settings } = conversation, server = info.value!;
   const request: Record<string, unknown> = {
-    model: conversation.model && models.value.includes(conversation.model) ? conversation.model : undefined, stream: true,
+    model: offered(conversation.model), stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true, include_kv_spans: true, include_kv_pairs: true },
     temperature: settings.temperature, top_p: settings.top_p, max_tokens: settings.max_tokens,
     seed: settings.seed ?? answer.seed,
@@ -62,7 +62,7 @@ function body(conversation: Conversation, answer: Message) {
 // Adds an answer behind a message, and lets it come.
 export function ask(conversation: Conversation, parent: string, share: number | null, pair?: Message, seed?: number): Message {
   const answer = add(conversation, {
-    parent, role: "assistant", content: "", model: conversation.model || info.value?.model, share, seed, state: "running",
+    parent, role: "assistant", content: "", model: offered(conversation.model) ?? info.value?.model, share, seed, state: "running",
     kept: newId(), last: 0, key: info.value?.key, begun: Date.now(),
   });
   if (pair) [answer.pair, answer.second, pair.pair] = [pair.id, true, answer.id];

@@ -9,7 +9,7 @@ import { shortName } from "./format";
 import { TokenTip } from "./memory";
 import { receive, Monitor } from "./monitor/monitor";
 import { Dialog } from "./parts";
-import { connect, info, models, reconnect } from "./server";
+import { connect, info, models, offered, reconnect } from "./server";
 import * as sidebar from "./sidebar";
 import { changed, current, start, toast, version } from "./store";
 
@@ -49,7 +49,7 @@ function App() {
 
 function ModelChoice() {
   version.value;
-  const names = models.value, chosen = current.value.model || info.value?.model || "";
+  const names = models.value, chosen = offered(current.value.model) ?? info.value?.model;
   if (names.length < 2) return <span id="model" title={info.value?.model}>{info.value ? shortName(info.value.model) : ""}</span>;
   const choose = (name: string) => { current.value.model = name; if (current.value.leaf) changed(); else version.value++; };
   return <select id="model" aria-label="Model" value={chosen} onChange={event => choose(event.currentTarget.value)}>{names.map(name => <option value={name}>{shortName(name)}</option>)}</select>;

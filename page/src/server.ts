@@ -11,6 +11,8 @@ export interface Info {
 
 export const info = signal<Info | null>(null);
 export const models = signal<string[]>([]);
+// A model that was chosen, if it is still there.
+export const offered = (name: string) => models.value.includes(name) ? name : undefined;
 export const status = signal("connecting");
 
 const LONGEST_PAUSE = 4000;

@@ -664,6 +664,13 @@ def test_messages_that_go_in_circles_are_brought_in(page: Page) -> None:
     shows_questions(page, "A")
 
 
+def test_a_model_that_is_gone_is_not_named(page: Page) -> None:
+    bring_in(page, conversation({"content": "x"}, {"content": "y"}, model="gone"))
+    assert page.locator("#model").input_value() == "models/tiny"
+    ask(page, "who answers?")
+    assert "gone" not in ended(page, 2).nth(1).inner_text()
+
+
 def test_a_browser_that_keeps_nothing_chats_too(browser: Browser, server: ServerProcess) -> None:
     context = browser.new_context()
     context.add_init_script(DENY_STORAGE)
