@@ -96,6 +96,16 @@ function code(text: string, language: string): string {
   return `<pre class="code" tabindex="0" data-language="${escape(language)}"><code>${shown}</code></pre>`;
 }
 
+// Markup that is nested too deep for the stack is one block, and is shown as it is.
+function lex(text: string): Token[] {
+  try { return marked.lexer(text); } catch { return [{ type: "text", raw: text, text }]; }
+}
+
+function parse(source: string): string {
+  if (source.length <= LONGEST_BLOCK) try { return marked.parse(source, { async: false }); } catch { /* as above */ }
+  return `<pre>${escape(source)}</pre>`;
+}
+
 // The blocks of a text: paragraphs, lists, tables and so on. Where a text has grown, blocks before its end are kept.
 export class Blocks {
   private text = "";
@@ -111,15 +121,14 @@ export class Blocks {
       kept.pop();
     }
     const offset = kept.reduce((sum, token) => sum + token.raw.length, 0);
-    this.tokens = [...kept, ...marked.lexer(text.slice(offset))];
+    this.tokens = [...kept, ...lex(text.slice(offset))];
     this.text = this.tokens.reduce((sum, token) => sum + token.raw.length, 0) === text.length ? text : "";
     return this.tokens.filter(token => token.type !== "space" && token.type !== "def").map(token => token.raw);
   }
 }
 
 export function render(source: string): DocumentFragment {
-  const html = source.length > LONGEST_BLOCK ? `<pre>${escape(source)}</pre>` : marked.parse(source, { async: false });
-  const made = DOMPurify.sanitize(html, {
+  const made = DOMPurify.sanitize(parse(source), {
     USE_PROFILES: { html: true, mathMl: true }, FORBID_TAGS: ["style", "form", "input", "button", "img", "annotation-xml"],
     FORBID_ATTR: ["style", "id", "name"], ADD_ATTR: ["target"], RETURN_DOM_FRAGMENT: true,
   });

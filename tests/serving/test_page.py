@@ -477,6 +477,7 @@ HOSTILE_ANSWERS = (
     + "[" * 3000
     + "*" * 3000
     + f"<a href='x' style='position:fixed' id=app onclick={HARM}>x</a>",
+    ">" * 5000 + "deeper than a stack",
 )
 ALL_MARKUP = (0, 1, 2, 4)
 """Those that are shown as text, without any element."""
@@ -486,10 +487,10 @@ FOUND = """[...document.querySelectorAll('.prose *')].filter(each =>
     /^\\s*(javascript|data):/i.test(value))).map(each => each.outerHTML.slice(0, 200))"""
 
 
-def test_twelve_hostile_answers_do_no_harm(page: Page) -> None:
+def test_hostile_answers_do_no_harm(page: Page) -> None:
     messages = [message for text in HOSTILE_ANSWERS for message in ({"content": text}, {"content": text})]
     bring_in(page, conversation(*messages, {"content": "x"}, {"content": "the **end**", "thought": HOSTILE_ANSWERS[1]}))
-    assert page.locator(".prose strong").last.text_content() == "end" and page.locator(".prose").count() == 13
+    assert page.locator(".prose strong").last.text_content() == "end" and page.locator(".prose").count() == 14
     links = 0
     for number, prose in enumerate(page.locator(".prose").all()):  # what comes near the view is made into elements
         prose.scroll_into_view_if_needed()
