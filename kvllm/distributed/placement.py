@@ -6,7 +6,10 @@ import logging
 import os
 import socket
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import ray
@@ -72,14 +75,36 @@ def _start_ray(num_ranks: int) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # Ray gives its workers a niceness of 15, with which a rank starves beside any other process.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=max(num_ranks, os.cpu_count() or 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+
+    def init() -> None:
+        ray.init(
+            address="local",
+            num_cpus=max(num_ranks, os.cpu_count() or 1),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+
+    if threading.current_thread() is threading.main_thread():
+        init()
+    else:
+        _in_lasting_thread(init)
+
+
+def _in_lasting_thread(work: Callable[[], object]) -> None:
+    """Do what starts processes of Ray: Linux ends them together with the thread that has started them."""
+    done = Future[object]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="kvllm-ray", daemon=True).start()
+    done.result()
 
 
 # Places

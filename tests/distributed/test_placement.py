@@ -1,4 +1,4 @@
-"""Who joins a Ray that runs already, leaves it again."""
+"""Who joins a Ray that runs already, leaves it again; whose address is wrong, is told so; and one's own lasts."""
 
 from __future__ import annotations
 
@@ -29,3 +29,23 @@ def test_the_last_user_leaves_a_cluster() -> None:
     """Whoever called ray.init next in the process, was told that it was called twice."""
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
+
+
+CODE_OF_A_THREAD = """
+import threading
+import ray
+from kvllm.distributed.placement import acquire_ray, release_ray
+thread = threading.Thread(target=acquire_ray, args=(1,))
+thread.start()
+thread.join()
+assert ray.get(ray.remote(lambda: 5).remote(), timeout=20) == 5
+release_ray()
+"""
+
+
+@pytest.mark.xdist_group("ray")
+def test_a_ray_outlives_the_thread_that_starts_it() -> None:
+    """Linux ends Ray's processes with the thread that has started them, and Ray ended this one a minute later."""
+    subprocess.run(
+        [sys.executable, "-c", CODE_OF_A_THREAD], env={**os.environ, "RAY_ADDRESS": "local"}, check=True, timeout=90
+    )
