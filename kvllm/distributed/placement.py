@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -28,6 +29,7 @@ CLUSTER_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
 """Where Ray notes the address of the last cluster that was started on a machine."""
 OBJECT_STORE_BYTES = 80 << 20
 """The object store of a local Ray: nothing is put there, and Ray allows no less."""
+CONNECT_SECONDS = 5.0
 PLACEMENT_SECONDS = 60.0
 
 _users = 0
@@ -35,13 +37,16 @@ _users = 0
 
 
 def acquire_ray(num_ranks: int) -> None:
-    """Join the cluster that this process belongs to, that RAY_ADDRESS names, or that runs here; else start one."""
+    """Join the cluster that this process belongs to, that RAY_ADDRESS names, or that runs here; else start one.
+
+    Raises ConfigError if there is no such cluster.
+    """
     global _users
     if not _users and ray.is_initialized():
         return
     if not _users:
         if address := _running_ray():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            _join_ray(address)
         else:
             _start_ray(num_ranks)
     _users += 1
@@ -57,16 +62,33 @@ def release_ray() -> None:
 
 
 def _running_ray() -> str | None:
-    """The address of a Ray to join. With address="auto", Ray itself would wait a minute for one that has died."""
+    """The address of a Ray to join."""
     if address := os.environ.get("RAY_ADDRESS"):
         return None if address == "local" else address
     try:
         address = CLUSTER_FILE.read_text().strip()
-        host, port = address.rsplit(":", 1)
-        socket.create_connection((host, int(port)), timeout=2).close()
+        _reach(address)
     except (OSError, ValueError):
         return None
     return address
+
+
+def _reach(address: str) -> None:
+    """Raises OSError or ValueError at once where nothing answers. Ray itself would wait for minutes."""
+    host, port = address.rsplit(":", 1)
+    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+
+
+def _join_ray(address: str) -> None:
+    try:
+        if ":" in address and "://" not in address:
+            _reach(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined ({error}): start it with ray start, or set RAY_ADDRESS to "
+            "the address of one that runs, or to local for one that is started here"
+        ) from error
 
 
 def _start_ray(num_ranks: int) -> None:

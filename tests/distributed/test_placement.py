@@ -49,3 +49,21 @@ def test_a_ray_outlives_the_thread_that_starts_it() -> None:
     subprocess.run(
         [sys.executable, "-c", CODE_OF_A_THREAD], env={**os.environ, "RAY_ADDRESS": "local"}, check=True, timeout=90
     )
+
+
+CODE_OF_AN_ADDRESS = """
+from kvllm.distributed.placement import acquire_ray
+from kvllm.errors import ConfigError
+try:
+    acquire_ray(1)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("address", [pytest.param("127.0.0.1:1", id="nobody's"), pytest.param("here", id="none")])
+def test_a_cluster_that_is_not_there_is_named_at_once(address: str) -> None:
+    found = subprocess.check_output(
+        [sys.executable, "-c", CODE_OF_AN_ADDRESS], env={**os.environ, "RAY_ADDRESS": address}, text=True, timeout=60
+    )
+    assert f"the Ray cluster at {address} cannot be joined" in found and "set RAY_ADDRESS" in found
