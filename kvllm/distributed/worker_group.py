@@ -154,7 +154,7 @@ class WorkerGroup:
         self._runs.append(self._actors[-1].run.remote(msgspec.msgpack.encode(spec)))
 
     def _accept(self, listener: socket.socket, secret: bytes) -> list[Ready]:
-        """Wait until every rank has connected: their channels are then in order."""
+        """Wait until every rank has connected: their channels are then in order. Connections of others are dropped."""
         listener.settimeout(POLL_SECONDS)
         found: dict[int, tuple[Ready, Channel]] = {}
         deadline = time.monotonic() + START_SECONDS
@@ -163,7 +163,7 @@ class WorkerGroup:
                 raise self._fault("a rank ended while it started")
             if time.monotonic() > deadline:
                 raise self._fault(f"{self.world_size - len(found)} ranks have not started in {START_SECONDS:g} s")
-            with suppress(TimeoutError):
+            with suppress(OSError, EOFError):
                 channel = Channel(listener.accept()[0])
                 channel.connection.settimeout(SILENCE_SECONDS)
                 if hmac.compare_digest(channel.receive_exactly(len(secret)), secret):

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,9 +37,11 @@ from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_pla
 from kvllm.core.sequence import PENDING
 from kvllm.distributed import worker_group
 from kvllm.distributed.faults import HangDetector
+from kvllm.distributed.rank import RankSpec
 from kvllm.distributed.results import TransfersOfRanks
 from kvllm.distributed.results import merge as merge_results
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
+from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
 from kvllm.lora.request import LoRARequest
 from kvllm.models.layers import LMHead, VocabEmbedding
@@ -580,6 +583,20 @@ def interrupt_a_step(engine, monkeypatch, expected: list[list[int]], *, all_have
 
 
 # Errors and leftovers
+
+
+def test_connections_that_are_no_ranks_are_dropped(ray_llm, checkpoints, monkeypatch) -> None:
+    """A scan of ports ended the start, and a restart with it."""
+    start = WorkerGroup._start_rank
+
+    def start_after_a_scan(group: WorkerGroup, spec: RankSpec, bundle: Any) -> None:
+        socket.create_connection(spec.address).close()
+        start(group, spec, bundle)
+
+    monkeypatch.setattr(WorkerGroup, "_start_rank", start_after_a_scan)
+    llm = ray_llm(checkpoints["qwen3"], ranks=1)
+    prompts = random_prompts(256, lengths=(5,))
+    assert tokens(llm, prompts) == tokens(make_llm(checkpoints["qwen3"]), prompts)
 
 
 def test_errors_of_a_rank_are_the_callers(ray_llm, checkpoints, tmp_path: Path) -> None:
