@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -45,10 +48,11 @@ def acquire_ray(num_ranks: int) -> None:
     if not _users and ray.is_initialized():
         return
     if not _users:
-        if address := _running_ray():
-            _join_ray(address)
-        else:
-            _start_ray(num_ranks)
+        with _keep_sigterm():
+            if address := _running_ray():
+                _join_ray(address)
+            else:
+                _start_ray(num_ranks)
     _users += 1
 
 
@@ -58,7 +62,24 @@ def release_ray() -> None:
     if _users:
         _users -= 1
         if not _users:
-            ray.shutdown()
+            with _keep_sigterm():
+                ray.shutdown()
+
+
+@contextmanager
+def _keep_sigterm() -> Iterator[None]:
+    """Keep the program's handler of SIGTERM, such as a server's, which lets requests end: Ray puts another in its place
+    when it is joined, and none when it is left."""
+    handler, library, action = signal.getsignal(signal.SIGTERM), ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    library.sigaction(signal.SIGTERM, None, action)
+    try:
+        yield
+    finally:
+        if callable(handler):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+            else:  # where Python can set none, and Ray has changed none of Python's
+                library.sigaction(signal.SIGTERM, action, None)
 
 
 def _running_ray() -> str | None:

@@ -67,3 +67,26 @@ def test_a_cluster_that_is_not_there_is_named_at_once(address: str) -> None:
         [sys.executable, "-c", CODE_OF_AN_ADDRESS], env={**os.environ, "RAY_ADDRESS": address}, text=True, timeout=60
     )
     assert f"the Ray cluster at {address} cannot be joined" in found and "set RAY_ADDRESS" in found
+
+
+CODE_OF_A_SIGNAL = """
+import os, signal, sys, threading
+from kvllm.distributed.placement import acquire_ray, release_ray
+caught = []
+signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
+for work in (lambda: acquire_ray(1), release_ray):
+    thread = threading.Thread(target=work)
+    thread.start() if sys.argv[1] == "thread" else work()
+    if thread.ident:
+        thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+assert len(caught) == 2
+"""
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("where", [pytest.param("main", marks=pytest.mark.long), "thread"])
+def test_a_program_keeps_its_handler_of_sigterm(where: str) -> None:
+    """A server that had started its engine again ended at once, in the middle of its requests."""
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    subprocess.run([sys.executable, "-c", CODE_OF_A_SIGNAL, where], env=environment, check=True, timeout=90)
