@@ -122,11 +122,17 @@ class Snapshot:
 
         if constants.is_offline_mode():
             raise not_cached(self.repo, self.revision.initial)
-        _check_room(self.repo, sum(self.files[name].size for name in missing), Path(constants.HF_HUB_CACHE))
+        coming = sum(self.files[name].size for name in missing if not self._has_blob(name))
+        _check_room(self.repo, coming, Path(constants.HF_HUB_CACHE))
         with explained(self.repo, self.revision.initial):
             exactly = [re.sub(r"([*?[])", r"[\1]", name) for name in missing]
             snapshot_download(self.repo, revision=self.revision, allow_patterns=exactly)
         self._check(missing)
+
+    def _has_blob(self, name: str) -> bool:
+        """Whether the cache has the content of a file already, as that of another commit."""
+        listed = self.files[name]
+        return (self.folder.parents[1] / "blobs" / (listed.lfs.sha256 if listed.lfs else listed.blob_id)).is_file()
 
     def _check(self, names: Collection[str]) -> None:
         """Remove files whose content is not what the hub has, and raise CheckpointError."""

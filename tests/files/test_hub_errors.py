@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -139,6 +140,18 @@ def test_a_disk_without_room(hub, checkpoint, cache):
     assert message.startswith(f"{REPO} needs 1,073,741,824.00 GiB more in {cache}, and ")
     assert message.endswith("make room (kvllm list, kvllm rm), or set HF_HOME to a directory on a larger disk")
     assert shutil.disk_usage(cache).free < 1 << 60
+
+
+def test_files_of_another_commit_need_no_room(hub, checkpoint, monkeypatch):
+    """A new commit of the same weights, on a disk that is full, with them alone: they are linked."""
+    hub.add_folder(REPO, checkpoint)
+    first, second = EngineArgs(REPO), EngineArgs(REPO)
+    first.fetch_weights()
+    hub.add_folder(REPO, checkpoint, **{"NEWS.md": b"text"})
+    hub.requests.clear()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    second.fetch_weights()
+    assert second.path != first.path and second.path.name == hub.commit(REPO) and hub.got() == set()
 
 
 def test_a_disk_that_becomes_full():
