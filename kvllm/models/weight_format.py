@@ -58,6 +58,7 @@ class _Gptq(msgspec.Struct):
     sym: bool = True
     checkpoint_format: str = "gptq"
     lm_head: bool = False
+    rotation: str | None = None
     dynamic: dict[str, Any] | None = None
 
 
@@ -120,6 +121,7 @@ def _gptq(keys: _Gptq) -> WeightFormat:
     _require("bits", keys.bits, (4, 8))
     _require("checkpoint_format", keys.checkpoint_format, ("gptq", "gptq_v2"))
     _require("lm_head", keys.lm_head, (False,))
+    _require("rotation", keys.rotation, (None,))
     if changed := [name for name in keys.dynamic or () if not name.startswith("-")]:
         _refuse("dynamic", changed[0], "patterns that begin with '-', whose modules are not quantized")
     return WeightFormat(
@@ -158,7 +160,7 @@ def _compressed(keys: _Compressed) -> WeightFormat:
         bits=weights.num_bits,
         group_size=_group_size(0 if size is None else size, weights.num_bits),
         zero_points=not weights.symmetric,
-        ordered=weights.actorder in (True, "group"),
+        ordered=weights.actorder in (True, "group", "dynamic"),
     )
 
 

@@ -78,6 +78,10 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "packed-zeros": (packed(4, 64, symmetric=False), compressed_integers(4, 64, False, True)),
     "packed-zeros8": (packed(8, 32, symmetric=False), compressed_integers(8, 32, False, True)),
     "packed-order": (packed(4, 32, actorder="group"), compressed_integers(4, 32, True, True, True)),
+    "packed-order-by-its-other-name": (
+        packed(4, 32, actorder="dynamic"),
+        compressed_integers(4, 32, True, True, True),
+    ),
     "packed8-row": (compressed("channel", "pack-quantized", type="int"), compressed_integers(8, -1, True, True)),
     "bytes": (compressed("channel", "int-quantized", type="int"), compressed_integers(8, -1, True, False)),
     "bytes-zeros": (
@@ -260,6 +264,7 @@ def test_an_engine_runs_a_quantized_checkpoint(tmp_path: Path) -> None:
         ({**GPTQ, "bits": 2}, "bits is 2, and kvllm computes 4 or 8"),
         ({**GPTQ, "bits": "4"}, "Expected `int`, got `str`"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', and kvllm computes 'gptq' or"),
+        ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', and kvllm computes None"),
         ({**GPTQ, "dynamic": {"-:.*": {}, "+:.*mlp": {"bits": 8}}}, "dynamic is '\\+:.*mlp'"),
         ({**FP8, "weight_block_size": [0, 128]}, "the size of a block is \\(0, 128\\)"),
         (compressed("group", "nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
