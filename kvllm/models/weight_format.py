@@ -65,6 +65,7 @@ class _Gptq(msgspec.Struct):
 class _Fp8(msgspec.Struct):
     weight_block_size: tuple[int, int] | None = None
     fmt: str = "e4m3"
+    weight_scale_semantics: str | None = None
 
 
 class _CompressedWeights(msgspec.Struct):
@@ -136,6 +137,7 @@ def _gptq(keys: _Gptq) -> WeightFormat:
 
 def _fp8(keys: _Fp8) -> WeightFormat:
     _require("fmt", keys.fmt, ("e4m3",))
+    _require("weight_scale_semantics", keys.weight_scale_semantics, (None,))  # GPTQModel divides by its scales
     return WeightFormat(method="float8", bits=8, block=keys.weight_block_size and _block(keys.weight_block_size))
 
 

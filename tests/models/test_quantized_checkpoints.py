@@ -266,6 +266,7 @@ def test_an_engine_runs_a_quantized_checkpoint(tmp_path: Path) -> None:
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', and kvllm computes 'gptq' or"),
         ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', and kvllm computes None"),
         ({**GPTQ, "dynamic": {"-:.*": {}, "+:.*mlp": {"bits": 8}}}, "dynamic is '\\+:.*mlp'"),
+        ({**FP8, "weight_scale_semantics": "inverse"}, "weight_scale_semantics is 'inverse', and kvllm computes None"),
         ({**FP8, "weight_block_size": [0, 128]}, "the size of a block is \\(0, 128\\)"),
         (compressed("group", "nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
         (compressed("group"), "strategy is 'group', and kvllm computes 'tensor' or 'channel' or 'block'"),
