@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -114,14 +115,16 @@ def some(names: list[str]) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Infinity, which is no JSON, but was written by transformers, becomes what it writes today."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = json.loads(file.read_bytes(), parse_constant=lambda name: {"__float__": name})
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}): download it again") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must have an object, but has {found!r:.80}")
+    return found
 
 
 def _find_files(path: Path) -> list[Path]:

@@ -432,7 +432,7 @@ def assert_refused(path: Path, source: Path, changes: dict[str, Any], message: s
         ({"hidden_size": 64.0}, "Expected `int`, got `float`"),
         ({"vocab_size": True}, "Expected `int`, got `bool`"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be at least 0"),
-        ({"rms_norm_eps": float("nan")}, "config.json is not valid JSON"),
+        ({"rms_norm_eps": float("nan")}, "Expected `float`, got `object`"),
         ({**MANY_LAYERS, "hidden_size": 1 << 18, "intermediate_size": 1 << 20}, "imply .* weights, more than the"),
         ({**MANY_LAYERS, "num_attention_heads": 2048, "num_key_value_heads": 2048}, "for the keys and values of one"),
         ({"eos_token_id": 256}, "eos_token_id 256, .* is not in the vocabulary: .* below vocab_size 256"),
@@ -489,6 +489,14 @@ def test_any_config_is_read_or_refused(tmp_path: Path, qwen3: Path, changes: Any
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ModelConfig) == config
 
 
+def test_infinity_as_transformers_writes_it(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **FAMILIES["falcon-h1"])
+    expected = load_model_config(tmp_path)
+    edit(tmp_path, time_step_limit=[0.0, math.inf])
+    assert "[0.0, Infinity]" in (tmp_path / "config.json").read_text()
+    assert load_model_config(tmp_path) == expected
+
+
 @pytest.mark.parametrize("content", ["[]", "5", '{"eos_token_id": "2"}', '{"eos_token_id": [2.5]}', "{", "[" * 100_000])
 def test_malformed_generation_configs(tmp_path: Path, qwen3: Path, content: str) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
@@ -506,10 +514,10 @@ def test_missing_and_malformed_configs(tmp_path: Path) -> None:
     deep = '{"per_layer_config": ' + "[" * 100_000
     for content, message in (
         ("{", "not valid JSON"),
-        ("[]", "Expected `object`"),
+        ("[]", "must have an object"),
         ("\xff", "not valid JSON"),
         (deep, "not valid JSON"),
-        ('{"hidden_size": 1e999}', "out of range"),
+        ('{"architectures": ["LlamaForCausalLM"], "hidden_size": 1e999}', "Expected `int`, got `float`"),
     ):
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(CheckpointError, match=message):
