@@ -23,6 +23,9 @@ PREFIX = "base_model.model."
 """What PEFT puts in front of a module's name in a model for text."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 ADAPTABLE = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, or the fused ones of the checkpoint"
+OF_CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of the names of initializations that take the first product of the matrices away from the weights, which
+an adapter then needs as they were changed."""
 PEEKED = 16
 """Adapters whose check is remembered."""
 
@@ -48,6 +51,7 @@ class AdapterConfig(Struct, kw_only=True):
     target_parameters: Any = None
     alora_invocation_tokens: Any = None
     layer_replication: Any = None
+    init_lora_weights: Any = True
 
     def rank(self, module: str) -> int:
         return _of_pattern(self.rank_pattern, module, self.r)
@@ -65,6 +69,11 @@ class AdapterConfig(Struct, kw_only=True):
             yield f"bias={self.bias!r}: trained biases are not added"
         if self.modules_to_save:
             yield f"modules_to_save={self.modules_to_save!r}: whole modules are not replaced"
+        if str(self.init_lora_weights).lower().startswith(OF_CHANGED_BASE):
+            yield (
+                f"init_lora_weights={self.init_lora_weights!r}: it needs the changed weights that it was trained with, "
+                "unless PEFT saves it with path_initial_model_for_weight_conversion"
+            )
         if self.use_dora:
             yield "use_dora=true: magnitudes are not computed"
         for name in (

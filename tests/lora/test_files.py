@@ -60,6 +60,7 @@ def test_equal_files_are_one_adapter(adapter: Path, adapters: Adapters, tmp_path
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora=true: magnitudes"),
     "modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: whole modules"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4': it needs the changed"),
     "bias": ({"bias": "all"}, "bias='all': trained biases"),
     "type": ({"peft_type": "IA3"}, "peft_type='IA3': only LORA"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
