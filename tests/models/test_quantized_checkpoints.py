@@ -162,7 +162,7 @@ def test_scales_of_activations_are_not_read(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["fp8-tensor"])
     file = tmp_path / "quantized" / "model.safetensors"
     stored, expected = load_file(file), PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(5)})
-    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.activation_scale", "self_attn.k_scale")]
+    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.activation_scale", "self_attn.kv_scale")]
     save_file(stored | {name: torch.ones(()) for name in names}, file)
     assert torch.equal(PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(5)}), expected)
     save_file(stored | {"model.layers.0.mlp.up_proj.other_scale": torch.ones(())}, file)
