@@ -39,6 +39,8 @@ CALLS, REPEATS = 32, 15
 WARM_UP, STEPS = 4, 24
 ROOM = 512
 """Tokens that a sequence may generate while others are added and measured."""
+BYTES = {None: 2, "int8": 1, "int4": 0.53}
+"""Of a weight, with its scale."""
 Row = dict[str, Any]
 
 
@@ -52,6 +54,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--block-size", type=int, default=256)
     periods = "of compression that are measured (default 4: a window of each sequence)"
     add("--periods", type=int, default=4, help=periods)
+    add("--quantization", choices=("int8", "int4"), help="of the weights in steps and events")
     command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
 
@@ -143,7 +146,8 @@ def time_attention(
 
 
 def make_llm(args: argparse.Namespace, path: Path, **options: Any) -> LLM:
-    return LLM(path, load_format="dummy", block_size=args.block_size, enable_prefix_caching=False, **options)
+    options |= {"block_size": args.block_size, "quantization": args.quantization}
+    return LLM(path, load_format="dummy", enable_prefix_caching=False, **options)
 
 
 def remove(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
@@ -164,7 +168,7 @@ def steps(args: argparse.Namespace, model: ModelConfig, rate: float, path: Path)
             continue
         outputs = add_sequences(llm, batch, context)
         times = [_seconds(llm.llm_engine.step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
-        read = 2 * limits.matrix_numbers(model) + batch * (context + STEPS // 2) * pair_bytes
+        read = BYTES[args.quantization] * limits.matrix_numbers(model) + batch * (context + STEPS // 2) * pair_bytes
         rows.append({"case": case, "seconds": median(times), "floor": read / rate, "longest": max(times)})
         remove(llm, outputs)
     return rows

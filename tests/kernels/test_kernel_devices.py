@@ -12,6 +12,7 @@ from kvllm import SamplingParams
 from kvllm.compression import mass
 from kvllm.compression.methods import kara, token2chunk
 from kvllm.models import elementwise
+from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
 from kvllm.worker import draws
 from tests.helpers.devices import ALLOWED, DEVICES, assert_near, poisoned
 from tests.helpers.literal_kara import dense_scores, window_tensors
@@ -68,6 +69,28 @@ def test_rotation(head_dim: int, norm: bool, dtype: torch.dtype, device: str) ->
     elementwise.rotary(qkv, positions, table, 6, 2, head_dim, *weights, EPS)
     assert torch.equal(values, before)
     assert_near(qkv, torch.cat([*expected, before.double()], dim=1).flatten(1), ALLOWED[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits, group, shifted", [(4, 128, True), (4, 32, True), (4, 32, False), (8, 16, False)])
+def test_products_of_integers(bits: int, group: int, shifted: bool, dtype: torch.dtype) -> None:
+    """Of an MLP of 8 B parameters, and of eight experts, for each number of rows that has another variant."""
+    shape, experts = (8 * 512, 4096), 8
+    matrix = QuantizedMatrix.of(shape, IntegerGroups(bits, group, shifted), torch.device("cuda"))
+    integers = randn(*shape).mul(3).round().clamp(-8, 7).to(torch.int8) + matrix.excess
+    scales, shifts = (randn(shape[0], shape[1] // group, seed=seed) / 8 for seed in (1, 2))
+    matrix.write(0, integers, scales, shifts if shifted else None)
+    weight = matrix.rows(torch.arange(shape[0], device="cuda")).to(dtype).double()
+    for num_rows in (1, 40, 300):
+        x = randn(num_rows, shape[1], dtype=dtype, seed=3).cuda()
+        ends = torch.tensor([num_rows * (i + 1) // experts for i in range(experts)], device="cuda")
+        own = torch.searchsorted(ends, torch.arange(num_rows, device="cuda"), right=True)
+        with poisoned():
+            found, of_experts = matrix.multiply(x, None), matrix.multiply(x, None, 500, (experts, 512, ends))
+        assert_near(found, x.double() @ weight.T, ALLOWED[dtype])
+        every = x.double() @ weight.unflatten(0, (experts, 512))[:, :500].mT
+        assert_near(of_experts, every[own, torch.arange(num_rows)], ALLOWED[dtype])
 
 
 @DEVICES
