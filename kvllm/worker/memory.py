@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,8 +69,9 @@ def fitting_blocks(
         raise ConfigError(
             f"gpu_memory_utilization={utilization} leaves no memory for the KV pool: of {total / GIB:.1f} GiB, "
             f"{in_use / GIB:.1f} are in use once the model is loaded, steps take {step_bytes / GIB:.1f} "
-            f"and CUDA graphs {graph_bytes / GIB:.1f} more. Raise it, lower max_num_batched_tokens or max_num_seqs, "
-            "share the model among GPUs with tensor_parallel_size, or end what else uses this one"
+            f"and CUDA graphs {graph_bytes / GIB:.1f} more. Raise it, lower max_num_batched_tokens, "
+            "max_num_seqs or max_model_len, share the model among GPUs with tensor_parallel_size, "
+            "or end what else uses this one"
         )
     return blocks
 
@@ -143,8 +145,9 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
     """
     for tensor in runner.cache.tensors:
         tensor[:, :, 0] = 0
-    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
+    tokens, seqs, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+    what = f"a step of max_num_batched_tokens={tokens}, max_num_seqs={seqs} and max_model_len={length}"
+    with enough_memory(what, "lower these"):
         # One sequence alone has log probabilities of most tokens of its prompt computed at once. Zeros teach nothing.
         passes = (*_prefill(config, seqs), *_prefill(config, 1), *_verification(config))
         for plan in (*passes, *_events(config), StepPlan(reset=True)):
@@ -197,17 +200,24 @@ def _scored(config: EngineConfig, seq_ids: range) -> list[ScoringStart]:
 
 
 def _events(config: EngineConfig) -> Iterator[StepPlan]:
-    """A compression event of as many windows as go into a step, in the sequences' caches of zeros."""
+    """Compression events, in the sequences' caches of zeros: of as many windows as go into a step, and of one sequence
+    as long as any. A prompt is computed whole before it is compressed, and what is chosen from may be all of it."""
     compression = config.active_compression
     if compression is None:
         return
-    regions = compression.regions(config.block_size)
+    regions, longest = compression.regions(config.block_size), config.max_model_len - 1
     length = regions.next_end(0, 0)
-    region = regions.complete(length, length)
-    if region is None or length + 1 > config.max_model_len:
+    region, largest = regions.complete(length, length), regions.complete(longest, longest)
+    if region is None or largest is None:
         return  # no sequence gets so long
     num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size)
-    seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
+    yield from _event(config, region, length, min(config.max_num_seqs, max(1, num_windows)))
+    yield from _event(config, dataclasses.replace(largest, count=1), longest, 1)
+
+
+def _event(config: EngineConfig, region: Region, length: int, num_seqs: int) -> Iterator[StepPlan]:
+    """A region of each of so many sequences of `length` tokens is compressed."""
+    seq_ids = range(num_seqs)
     yield StepPlan(
         new_seqs=[_start(i, length - 1, length, config, room=length + 1) for i in seq_ids],
         chunks=[PrefillChunk(i, 1, [], True) for i in seq_ids],
@@ -217,7 +227,7 @@ def _events(config: EngineConfig) -> Iterator[StepPlan]:
         compressions=[CompressionJob(i, parts) for i in seq_ids],
         decodes=Decodes([*seq_ids], [0] * len(seq_ids)),
     )
-    yield StepPlan(dropped_seq_ids=list(seq_ids))
+    yield StepPlan(dropped_seq_ids=[*seq_ids])
 
 
 def _parts(region: Region, room: int, config: EngineConfig) -> Iterator[PartJob]:

@@ -138,11 +138,16 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     selector.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
     selector.score = lambda queries, keys, **options: windows.append(keys) or score(queries, keys, **options)
     run_heaviest_steps(probe, engine)
-    assert max(rows) == 200 and 6 in sampled
+    assert 200 in rows and 6 in sampled
     assert (200 - 200 % 6, 6, 256 // 16) in widths  # all in one step
-    size = windows[0].shape[2]
-    assert size == (100 if isinstance(compression.policy, Threshold) else 48)
-    assert sum(keys.shape[0] for keys in windows) / 3 == min(6, 200 // window_tokens(compression, size))
+    size, is_whole = windows[0].shape[2], isinstance(compression.policy, Threshold)
+    assert size == (100 if is_whole else 48)
+    largest = 255 if is_whole else 48  # a prompt as long as it may be is chosen from at once
+    assert windows[-1].shape[2] == largest
+    assert max(rows) == max(200, largest * compression.spec.repeats)
+    of_size = [keys.shape[0] for keys in windows if keys.shape[2] == size]
+    assert sum(of_size) / 3 == min(6, 200 // window_tokens(compression, size)) + (largest == size)
+    assert (1, 1, 256 // 16) in widths  # the event of the longest sequence
     assert not probe.states and len(probe.free_slots) == len(probe.tables.logical)
 
 
