@@ -69,8 +69,10 @@ class MTPModel(DraftModel):
             static[: len(hidden)] = hidden
         else:
             self.model.hidden = hidden
-        last = super()._pass(found, tokens, place)
-        self.model.hidden = static
+        try:
+            last = super()._pass(found, tokens, place)
+        finally:
+            self.model.hidden = static
         for (_, cached), row in zip(found, self._last.rows.split(1), strict=True):
             cached.hidden = row
         return last

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.drafting.step_cost import StepCost
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.sampling_params import StructuredOutputsParams
+from kvllm.worker import graph_sizes
 from kvllm.worker.drafter import Text
 from kvllm.worker.features.drafts import Drafts
 from kvllm.worker.mtp_model import MTPModel
@@ -289,6 +291,22 @@ def test_drafts_follow_a_grammar(tmp_path: Path, shared_dir: Path) -> None:
         text = tokenizer.decode([*token_ids[begin:], *draft]).lstrip()
         rest = re.sub("the dog |a cat ", "", text)
         assert "the dog ".startswith(rest) or "a cat ".startswith(rest), text
+
+
+def test_drafts_after_a_pass_that_failed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of a text that was longer than a recorded pass are not read for other texts."""
+    monkeypatch.setattr(graph_sizes, "LEAST_CHUNK_TOKENS", 16)
+    recorder = Recorder(checkpoint, max_num_seqs=2)
+    long, short = random_prompts(256, (40, 7))
+    engine = recorder.llm.llm_engine
+    engine.add_request("long", long, greedy(8))
+    with monkeypatch.context() as failing, pytest.raises(MemoryError):
+        failing.setattr(recorder.model.model, "forward", MagicMock(side_effect=MemoryError))
+        engine.step()
+    engine.abort("long")
+    engine.scheduler.speculation.cost = None  # all are tried, as before
+    assert len(tokens(recorder.llm, [short])[0]) == 128
+    recorder.assert_drafts(checkpoint)
 
 
 def test_hidden_states_that_nobody_reads_are_bounded(checkpoint: Path) -> None:
