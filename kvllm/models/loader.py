@@ -82,8 +82,8 @@ def load_model(
         if not (bits or expand):
             _hold_as_in_file(model.weights(), found)
             _hold_integers(model.weights(), quantized)
-        model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])
         model.allocate(Packing(bits))
+        model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])
         for name, weight in model.weights().items():
             source = found.get(name)
             if weight.form is not None and isinstance(source, GroupedTensor):

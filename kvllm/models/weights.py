@@ -104,15 +104,15 @@ class LinearWeight:
         CPU, and where its rows do not fill words of 32 bits."""
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
-        if packing and not self.tensor.is_cpu and (integers := self._integers(packing.bits)):
-            self.quantized = QuantizedMatrix.of((self.out_features, columns), integers, self.tensor.device)
+        if not self.tensor.is_cpu:
+            self._allocate_on_device(packing)
         elif packing and self.form:
             shape = packed_shape(tiles, columns, self.form)
             self.packed = packing.zeros(shape, PACKED_DTYPES[self.form.bits])
             self.scales = packing.zeros(scales_shape(tiles, columns, self.form), torch.float16)
         elif packing and self.integers:
             self._allocate_integers(packing, self.integers, tiles)
-        elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
+        elif packing is None or dtype not in PACKABLE_DTYPES:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
         elif packing.bits and (group := group_size(columns, packing.bits)):
             self.packed = packing.zeros(*packed_form(tiles, columns, packing.bits))
@@ -122,6 +122,16 @@ class LinearWeight:
             self.packed = packing.zeros((tiles, columns // word, TILE, word), dtype)
         else:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
+
+    def _allocate_on_device(self, packing: Packing | None) -> None:
+        """Not on a CPU: integers, if there are any that are multiplied there."""
+        shape = self.out_features, self.in_features
+        if integers := packing and self._integers(packing.bits):
+            self.tensor = self.tensor.new_empty(0, self.in_features)  # an embedding's, if it gives the logits, too
+            self.quantized = QuantizedMatrix.of(shape, integers, self.tensor.device)
+        else:
+            self.form = self.integers = None
+            self.tensor = self.tensor.new_zeros(shape)
 
     def _integers(self, bits: int | None) -> IntegerGroups | None:
         """Those that a GPU holds of this matrix, if it holds integers. bits: of those that are made."""

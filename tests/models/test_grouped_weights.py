@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvllm.files.groups import GroupForm, Groups
+from kvllm.models.quantized_matrix import IntegerGroups, QuantizedMatrix
 from kvllm.models.weights import LinearWeight, Packing
 from tests.helpers.group_checks import CHECKS, FORMS, exact, packed, random_groups
 from tests.helpers.paged_model import CPU
@@ -48,6 +49,10 @@ def test_a_form_that_two_share_holds_the_same_weights(own: GroupForm, other: Gro
     assert shared == other.joined(own) == shared.joined(own)
     found = all_rows(packed(groups, shared, torch.float32))
     torch.testing.assert_close(found, exact(groups).float(), rtol=1e-6, atol=1e-7)
+    integers = IntegerGroups(shared.bits, shared.group, shared.minimums, torch.float16)
+    of_gpu = QuantizedMatrix.of((20, 64), integers, CPU)
+    of_gpu.write_groups(0, groups, shared)
+    torch.testing.assert_close(of_gpu.rows(torch.arange(20)), exact(groups).float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

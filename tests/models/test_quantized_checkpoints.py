@@ -351,6 +351,10 @@ def products_on_a_gpu() -> None:
             errors = [((one.cpu().float() - other).norm() / other.norm()).item() for one, other in pairs]
             found[case] = len(quantized_matrices(model.weights())), max(errors)
             if case == "awq":
+                wide = load_model(quantized, config, SingleRank(), torch.float32, torch.device("cuda"), 64)
+                assert quantized_matrices(wide.weights()) == []
+                for one, other in zip(matrices(wide, "cuda"), matrices(load(plain)[0]), strict=True):
+                    torch.testing.assert_close(one.cpu(), other, rtol=2e-6, atol=2e-7)
                 with patch("kvllm.models.quantized_matrix.HALF", 32), pytest.raises(ConfigError) as error:
                     check_integers(quantized_matrices(model.weights()), torch.float16)
                 found["error"] = str(error.value)
