@@ -25,14 +25,7 @@ from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
 from kvllm.models.mtp import MTPDecoder
 from kvllm.models.multimodal import text_tensors
-from kvllm.models.quantized_tensors import (
-    UNREAD,
-    Stored,
-    read_float8,
-    read_integers,
-    read_mxfp4,
-    stored_tensors,
-)
+from kvllm.models.quantized_tensors import UNREAD, Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing, strips
 from kvllm.parallel import Shard

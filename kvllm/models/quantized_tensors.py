@@ -13,13 +13,7 @@ from kvllm.models.weight_format import WeightFormat
 SCALES = ("F16", "BF16", "F32")
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 """What scales of 8-bit floats are called; both are multiplied with."""
-UNREAD = tuple(
-    f".{name}"
-    for name in (
-        *("input_scale", "activation_scale", "input_zero_point", "output_scale"),
-        *("k_scale", "v_scale", "kv_scale"),
-    )
-)
+UNREAD = (*(f".{of}_scale" for of in ("input", "activation", "output", "k", "v", "kv")), ".input_zero_point")
 """Ends of the names of tensors that a quantized checkpoint has for numbers that are not quantized here."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers that the four bits of MXFP4 stand for (OCP Microscaling Formats, E2M1)."""
