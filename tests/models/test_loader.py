@@ -299,8 +299,9 @@ def measure_loading(path: str, bits: int | None) -> None:
 @pytest.mark.skipif(not STATUS.exists(), reason="this system does not tell a process how much memory it had")
 @pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.long), 8])
 def test_no_second_copy_of_the_weights_is_held(tmp_path: Path, bits: int | None) -> None:
-    """Pages of the file count as memory of the process, too, which is a new one: no earlier test's is there for use."""
+    """Pages of the file count as memory of the process, too, and how many there are at once varies beside other work:
+    the least of three new processes counts, of which each would hold a second copy."""
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 16384, "num_hidden_layers": 1}
     make_checkpoint(tmp_path, "qwen3", **sizes, dtype="bfloat16")
-    peak, kept = run_python(f"measure_loading({str(tmp_path)!r}, {bits})", __name__)
+    peak, kept = min(run_python(f"measure_loading({str(tmp_path)!r}, {bits})", __name__) for _ in range(3))
     assert 0.5 * kept < peak < kept + 40e6 < 1.5 * (tmp_path / "model.safetensors").stat().st_size
